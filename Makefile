@@ -1,0 +1,71 @@
+# Two commands: `make demo` and `make test`. Both make .venv on first use and reuse it after that.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+ifeq ($(GPU),0)
+PINS := -c constraints.txt -c constraints-cpu.txt
+else
+PINS := -c constraints.txt
+endif
+
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test check unit golden clean
+
+help:
+	@echo "make demo    train a tiny model with one coordinator and three peers on this machine"
+	@echo "make test    lint, types, import rules, tests, and the built wheel"
+	@echo "make check   the first three of these only"
+	@echo "make golden  write the golden bytes of the protocol anew (a commit of its own)"
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: no python3 found; install Python 3.11 or newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: $(PYTHON) is older than 3.11; run make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { echo "error: python venv is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
+
+# torch by itself: first from wherever pip looks, then from PyTorch's own index of CPU builds.
+$(VENV)/.torch: constraints-cpu.txt | $(VENV)/bin/python
+	@echo "installing torch (minutes on a slow line)"
+	@if [ "$(GPU)" != 0 ]; then $(PIP) install -c constraints.txt torch==2.13.0; \
+	elif $(PIP) install $(PINS) torch 2>$(VENV)/torch.log; then :; \
+	elif $(PIP) install $(PINS) --index-url $(TORCH_INDEX) torch 2>>$(VENV)/torch.log; then :; \
+	else cat $(VENV)/torch.log >&2; echo "error: no CPU build of torch 2.13.0 for this Python and machine; see above" >&2; exit 1; fi
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "installing echo2p2p"
+	@$(PIP) install $(PINS) -e '.[learner,hf]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "installing the development tools"
+	@$(PIP) install $(PINS) -e '.[learner,hf,dev]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	@$(BIN)/echo2-scenario run demo
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/pytest
+
+test: check unit
+
+golden: $(VENV)/.dev
+	$(BIN)/python -m echo2p2p.testing.golden
+
+clean:
+	rm -rf $(VENV) runs dist build

@@ -1,0 +1,1 @@
+"""The run's program: publishes, plans, admits, learns."""

@@ -1,0 +1,296 @@
+"""The coordinator's HTTP routes: trio functions from a frozen Request to a frozen Response.
+
+Who may do what (DESIGN §9): anybody may ask for the authority's certificate and for health; the
+join token opens ``/join`` and nothing else; a member's credential (with TLS: and its certificate)
+opens the member's routes, for that incarnation only; the admin token opens status and control.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+import trio
+
+from coordinator.intake import Intake
+from coordinator.leases import LeaseDesk
+from coordinator.membership import Duplicate, Full, Member, Wait
+from coordinator.publish import Publisher
+from coordinator.roster import Roster, Starting
+from coordinator.run_state import RunState
+from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError
+from echo2p2p.ids import Incarnation, ManifestId, Version
+from echo2p2p.limits import HTTP_BODY_BYTES_MAX, HTTP_CONTROL_BYTES_MAX, PROTOCOL
+from echo2p2p.net.ports import Journal, Request, Response, Route
+from echo2p2p.net.routing import refusal
+from echo2p2p.net.trust import JoinToken, certificate_owner, credential_digest, same_secret
+from echo2p2p.wire import codec
+from echo2p2p.wire.messages import (
+    CaReply,
+    Heartbeat,
+    HeartbeatReply,
+    JoinReply,
+    JoinRequest,
+    LeaseReply,
+    LeaseRequest,
+    Leave,
+    Left,
+    ManifestsReply,
+    ManifestsRequest,
+    Message,
+    Upload,
+)
+
+WAIT_S_MAX: Final = 30.0
+"""Longest long poll; proxies cut idle connections after about a minute."""
+JOIN_REFUSED: Final = "join.refused"
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """What the routes check against."""
+
+    token: JoinToken
+    admin_token: str
+    tls: bool
+    ca: CaReply
+
+
+class Api:
+    """All routes of one run."""
+
+    def __init__(
+        self,
+        *,
+        secrets: Secrets,
+        state: RunState,
+        roster: Roster,
+        desk: LeaseDesk,
+        intake: Intake,
+        publisher: Publisher,
+        status: Callable[[], Awaitable[Mapping[str, object]]],
+        stop: Callable[[], None],
+        journal: Journal,
+    ) -> None:
+        self._secrets = secrets
+        self._state = state
+        self._roster = roster
+        self._desk = desk
+        self._intake = intake
+        self._publisher = publisher
+        self._status = status
+        self._stop = stop
+        self._journal = journal
+
+    def routes(self) -> tuple[Route, ...]:
+        """Return the table that a server serves."""
+        small, large = HTTP_CONTROL_BYTES_MAX, HTTP_BODY_BYTES_MAX
+        return (
+            Route("GET", "/ca", self.ca, 0),
+            Route("GET", "/healthz", self.healthz, 0),
+            Route("POST", "/join", self.join, small),
+            Route("POST", "/heartbeat", self._member(Heartbeat, self.heartbeat), small),
+            Route("POST", "/manifests", self._member(ManifestsRequest, self.manifests), small),
+            Route("POST", "/lease", self._member(LeaseRequest, self.lease), small),
+            Route("POST", "/upload", self._member(Upload, self.upload), large),
+            Route("POST", "/leave", self._member(Leave, self.leave), small),
+            Route("GET", "/chunk/{manifest}/{index}", self.chunk, 0),
+            Route("GET", "/status", self.status, 0),
+            Route("POST", "/control/stop", self.stop, small),
+        )
+
+    # --- open to all --------------------------------------------------------------------------
+
+    async def ca(self, request: Request) -> Response:
+        """GET /ca: the run's public key and the authority's certificate."""
+        del request
+        return _answer(self._secrets.ca)
+
+    async def healthz(self, request: Request) -> Response:
+        """GET /healthz: 200 while the run is running or finished, 503 once it has failed."""
+        del request
+        status = 503 if self._state.outcome == "failed" else 200
+        return Response(status, self._state.outcome.encode(), content_type="text/plain")
+
+    # --- the join token -----------------------------------------------------------------------
+
+    async def join(self, request: Request) -> Response:
+        """POST /join: admit a peer that has the token and proves its key."""
+        try:
+            token = JoinToken.parse(_bearer(request) or "")
+        except ConfigError:
+            token = None
+        if token != self._secrets.token:
+            return refusal(
+                401, "wrong_token", "the join token is not this run's; ask its owner for it"
+            )
+        try:
+            message = codec.decode(request.body, JoinRequest)
+        except RemoteProtocolError as error:
+            return refusal(400, error.violation.value, error.detail)
+        if message.protocol != PROTOCOL:
+            return refusal(
+                400,
+                "wrong_protocol",
+                f"this run speaks protocol {PROTOCOL}, the peer {message.protocol}; "
+                "install the same release on both",
+            )
+        try:
+            outcome = await self._roster.join(message)
+        except (RemoteProtocolError, RefusedError) as error:
+            self._journal.event(JOIN_REFUSED, who=message.name, detail=str(error))
+            return refusal(403, "bad_proof", str(error))
+        match outcome:
+            case Wait(retry_after_s):
+                return refusal(
+                    409,
+                    "identity_live",
+                    "this identity's last term still runs; it ends soon if the copy is dead",
+                    retry_after_s=retry_after_s,
+                )
+            case Duplicate():
+                return refusal(
+                    409,
+                    "identity_duplicate",
+                    "another copy of this identity is alive; give each peer a folder of its own",
+                )
+            case Starting():
+                return refusal(503, "starting", "the learner is still starting", retry_after_s=1.0)
+            case Full():
+                return refusal(
+                    503, "full", "the run has all the members it takes", retry_after_s=60.0
+                )
+            case JoinReply() as reply:
+                return _answer(reply)
+
+    # --- members ------------------------------------------------------------------------------
+
+    def _member(
+        self,
+        kind: type[MessageT],
+        handler: Callable[[Member, MessageT, Request], Awaitable[Message]],
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return a handler that authenticates a member, decodes, calls and encodes."""
+
+        async def handle(request: Request) -> Response:
+            member = self._authenticate(request)
+            if isinstance(member, Response):
+                return member
+            try:
+                message = codec.decode(request.body, kind)
+            except RemoteProtocolError as error:
+                return refusal(400, error.violation.value, error.detail)
+            incarnation = getattr(message, "incarnation", None)
+            if incarnation != member.incarnation:
+                return refusal(403, "wrong_incarnation", "the credential is another incarnation's")
+            return _answer(await handler(member, message, request))
+
+        return handle
+
+    def _authenticate(self, request: Request) -> Member | Response:
+        credential = _bearer(request)
+        member = (
+            None
+            if credential is None
+            else self._state.members.by_credential(credential_digest(credential))
+        )
+        if member is None:
+            return refusal(401, "not_a_member", "unknown or ended membership; join again")
+        if self._secrets.tls and (
+            request.client_certificate is None
+            or certificate_owner(request.client_certificate) != member.peer_id
+        ):
+            return refusal(401, "wrong_certificate", "the TLS certificate is not this member's")
+        return member
+
+    async def heartbeat(self, member: Member, beat: Heartbeat, request: Request) -> Message:
+        """POST /heartbeat: renew the term."""
+        del request
+        now = trio.current_time()
+        renewed = self._roster.heartbeat(member, beat, now)
+        return HeartbeatReply(
+            term_s=self._roster.term_s,
+            now_s=self._roster.now_s(),
+            latest_version=self._state.latest,
+            outcomes=self._intake.take_outcomes(member.peer_id),
+            plan=self._roster.plan_for(renewed or member),
+        )
+
+    async def manifests(
+        self, member: Member, message: ManifestsRequest, request: Request
+    ) -> Message:
+        """POST /manifests: long poll for the path to the newest version."""
+        del member, request
+        have = None if message.have_version is None else Version(message.have_version)
+        path = await self._publisher.path(have, _wait_s(message.wait_s))
+        return ManifestsReply(path=path)
+
+    async def lease(self, member: Member, message: LeaseRequest, request: Request) -> Message:
+        """POST /lease: long poll for work."""
+        del request
+        capped = msgspec.structs.replace(message, wait_s=_wait_s(message.wait_s))
+        return LeaseReply(leases=await self._desk.request(member, capped))
+
+    async def upload(self, member: Member, message: Upload, request: Request) -> Message:
+        """POST /upload: all samples of one lease."""
+        return await self._intake.upload(member, message, request.body)
+
+    async def leave(self, member: Member, message: Leave, request: Request) -> Message:
+        """POST /leave: give everything back now instead of at the end of the term."""
+        del request
+        await self._roster.leave(member.peer_id, Incarnation(message.incarnation), message.reason)
+        return Left()
+
+    async def chunk(self, request: Request) -> Response:
+        """GET /chunk/{manifest}/{index}: the last resort when no relay link works."""
+        member = self._authenticate(request)
+        if isinstance(member, Response):
+            return member
+        try:
+            identity = ManifestId(bytes.fromhex(request.query["manifest"]))
+            index = int(request.query["index"])
+        except ValueError:
+            return refusal(400, "malformed", "the path is /chunk/<hex manifest id>/<index>")
+        data = self._publisher.chunk(identity, index)
+        if data is None:
+            return refusal(404, "no_such_chunk", "no such payload is kept, or no such chunk")
+        return Response(200, bytes(data), content_type="application/octet-stream")
+
+    # --- the admin token ----------------------------------------------------------------------
+
+    def _admin(self, request: Request) -> Response | None:
+        if same_secret(_bearer(request) or "", self._secrets.admin_token):
+            return None
+        return refusal(401, "wrong_admin_token", "this route needs the admin token")
+
+    async def status(self, request: Request) -> Response:
+        """GET /status: everything about the run, as JSON."""
+        if (refused := self._admin(request)) is not None:
+            return refused
+        body = msgspec.json.encode(await self._status())
+        return Response(200, body, content_type="application/json")
+
+    async def stop(self, request: Request) -> Response:
+        """POST /control/stop: end the run after the step under way, with a checkpoint."""
+        if (refused := self._admin(request)) is not None:
+            return refused
+        self._stop()
+        return Response(202, b"stopping", content_type="text/plain")
+
+
+def _answer(message: Message) -> Response:
+    return Response(200, codec.encode(message))
+
+
+def _bearer(request: Request) -> str | None:
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    return value if scheme.lower() == "bearer" and value else None
+
+
+def _wait_s(asked: float) -> float:
+    return min(max(asked, 0.0), WAIT_S_MAX) if not math.isnan(asked) else 0.0

@@ -1,0 +1,560 @@
+"""What the coordinator knows for certain: rows in the store, one transaction an event.
+
+The store is the truth. Every method decides inside its transaction (so that the same upload ten
+times at once is settled by the disk and not by luck), and only then moves the counters in memory.
+Acknowledged means: the transaction has returned.
+
+Leases carry their trajectories' fate: ``in_flight`` -> ``queued`` -> ``trained``, or
+``rejected``. The ledger's counters are kept by event in ``ledger`` and can be recounted from
+``leases`` and ``archive``; `recount` does it, and the two must agree at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import trio
+
+from echo2p2p.ids import Generation, Incarnation, LeaseId, PeerId, Step, Version
+from echo2p2p.net.ports import Rows, Store
+from echo2p2p.rollouts.ledger import Balance, Ledger, Moved, Place
+from echo2p2p.rollouts.trajectory import Reason
+from echo2p2p.wire import codec
+from echo2p2p.wire.messages import Lease, Signed, Upload
+
+LEASE_ROWS_KEPT: Final = 100_000
+"""Ended leases (without their bodies) that still answer a late or repeated upload by name."""
+
+MIGRATIONS: Final[tuple[str, ...]] = (
+    """
+    CREATE TABLE run (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
+    CREATE TABLE members (
+        peer_id TEXT PRIMARY KEY, incarnation INTEGER NOT NULL, name TEXT NOT NULL,
+        credential BLOB NOT NULL, join_body BLOB NOT NULL, live INTEGER NOT NULL,
+        relayed_bytes INTEGER NOT NULL DEFAULT 0
+    ) STRICT;
+    CREATE TABLE versions (
+        version INTEGER PRIMARY KEY, step INTEGER NOT NULL, generation INTEGER NOT NULL,
+        dead INTEGER NOT NULL DEFAULT 0
+    ) STRICT;
+    CREATE TABLE payloads (
+        manifest_id BLOB PRIMARY KEY, version INTEGER NOT NULL, base_version INTEGER,
+        signed BLOB NOT NULL, wire_bytes INTEGER NOT NULL, retained INTEGER NOT NULL DEFAULT 1
+    ) STRICT;
+    CREATE TABLE leases (
+        lease_id TEXT PRIMARY KEY, peer_id TEXT NOT NULL, incarnation INTEGER NOT NULL,
+        seed INTEGER NOT NULL, samples INTEGER NOT NULL, lease BLOB NOT NULL,
+        fate TEXT NOT NULL, reason TEXT, step INTEGER, upload BLOB
+    ) STRICT;
+    CREATE INDEX leases_by_fate ON leases (fate, step);
+    CREATE TABLE archive (
+        peer_id TEXT NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
+        PRIMARY KEY (peer_id, fate, reason)
+    ) STRICT;
+    CREATE TABLE ledger (
+        source TEXT NOT NULL, target TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
+        PRIMARY KEY (source, target, reason)
+    ) STRICT;
+    """,
+)
+
+
+@dataclass(frozen=True)
+class MemberRow:
+    """A member as the store has it."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+    name: str
+    credential: bytes
+    """Digest of the credential, never the credential itself."""
+    join_body: bytes
+    live: bool
+    relayed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class VersionRow:
+    """A publication."""
+
+    version: Version
+    step: Step
+    generation: Generation
+    dead: bool
+
+
+@dataclass(frozen=True)
+class PayloadRow:
+    """An anchor or a delta whose bytes are in the blobs."""
+
+    manifest_id: bytes
+    version: Version
+    base_version: Version | None
+    signed: Signed
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class QueuedRow:
+    """An accepted upload that no step has consumed yet."""
+
+    lease: Lease
+    peer_id: PeerId
+    seed: int
+    upload: Upload
+
+
+@dataclass(frozen=True)
+class OpenLease:
+    """A lease that is in flight."""
+
+    lease: Lease
+    peer_id: PeerId
+    incarnation: Incarnation
+    seed: int
+
+
+def _count(rows: Rows, event: Moved) -> None:
+    rows.execute(
+        "INSERT INTO ledger VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
+        "SET count = count + excluded.count",
+        (event.source or "", event.target.value, event.reason or "", event.count),
+    )
+
+
+def _balance(rows: Rows) -> Balance:
+    """Return the ledger as its events have counted it."""
+    net = dict.fromkeys(Place, 0)
+    issued, rejected = 0, dict[str, int]()
+    for row in rows.execute("SELECT source, target, reason, count FROM ledger").fetchall():
+        source, target, reason, count = cast("tuple[str, str, str, int]", row)
+        if source:
+            net[Place(source)] -= count
+        else:
+            issued += count
+        net[Place(target)] += count
+        if reason:
+            rejected[reason] = rejected.get(reason, 0) + count
+    return Balance(
+        issued=issued,
+        trained=net[Place.TRAINED],
+        queued=net[Place.QUEUED],
+        in_flight=net[Place.IN_FLIGHT],
+        rejected=dict(sorted(rejected.items())),
+    )
+
+
+class Book:
+    """The store's operations and the ledger in memory.
+
+    Args:
+        store: Opened with `MIGRATIONS`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.ledger = Ledger()
+
+    async def load(self) -> None:
+        """Read the ledger; call once, before anything else."""
+        self.ledger = Ledger(await self._store.transact(_balance))
+
+    # --- the run ------------------------------------------------------------------------------
+
+    async def get(self, key: str) -> bytes | None:
+        """Return a value of the run, or ``None``."""
+
+        def work(rows: Rows) -> bytes | None:
+            row = rows.execute("SELECT value FROM run WHERE key = ?", (key,)).fetchone()
+            return None if row is None else cast("bytes", row[0])
+
+        return await self._store.transact(work)
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Set a value of the run."""
+
+        def work(rows: Rows) -> None:
+            rows.execute("INSERT OR REPLACE INTO run VALUES (?, ?)", (key, value))
+
+        await self._store.transact(work)
+
+    # --- members ------------------------------------------------------------------------------
+
+    async def put_member(self, row: MemberRow) -> None:
+        """Insert or replace a member (a new incarnation keeps its relayed bytes)."""
+
+        def work(rows: Rows) -> None:
+            rows.execute(
+                "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?, 0) ON CONFLICT (peer_id) "
+                "DO UPDATE SET incarnation = excluded.incarnation, name = excluded.name, "
+                "credential = excluded.credential, join_body = excluded.join_body, "
+                "live = excluded.live",
+                (
+                    row.peer_id,
+                    row.incarnation,
+                    row.name,
+                    row.credential,
+                    row.join_body,
+                    int(row.live),
+                ),
+            )
+
+        await self._store.transact(work)
+
+    async def end_member(
+        self, peer_id: PeerId, incarnation: Incarnation, relayed_bytes: int
+    ) -> None:
+        """Mark an incarnation as gone and add what it relayed."""
+
+        def work(rows: Rows) -> None:
+            rows.execute(
+                "UPDATE members SET live = 0, relayed_bytes = relayed_bytes + ? "
+                "WHERE peer_id = ? AND incarnation = ? AND live",
+                (relayed_bytes, peer_id, incarnation),
+            )
+
+        await self._store.transact(work)
+
+    async def members(self) -> list[MemberRow]:
+        """Return all members ever seen."""
+
+        def work(rows: Rows) -> list[MemberRow]:
+            found = rows.execute("SELECT * FROM members ORDER BY peer_id").fetchall()
+            return [
+                MemberRow(
+                    *cast("tuple[PeerId, Incarnation, str, bytes, bytes]", row[:5]),
+                    live=bool(row[5]),
+                    relayed_bytes=cast("int", row[6]),
+                )
+                for row in found
+            ]
+
+        return await self._store.transact(work)
+
+    # --- versions -----------------------------------------------------------------------------
+
+    async def add_version(self, version: VersionRow, payloads: Sequence[PayloadRow]) -> None:
+        """Record a publication and its payloads; their blobs are already on disk."""
+
+        def work(rows: Rows) -> None:
+            rows.execute(
+                "INSERT INTO versions VALUES (?, ?, ?, ?)",
+                (version.version, version.step, version.generation, int(version.dead)),
+            )
+            _insert_payloads(rows, payloads)
+
+        await self._store.transact(work)
+
+    async def add_payload(self, payload: PayloadRow) -> None:
+        """Record another payload of a version that exists (an anchor made later)."""
+        await self._store.transact(lambda rows: _insert_payloads(rows, [payload]))
+
+    async def versions(self) -> list[VersionRow]:
+        """Return all publications, ascending."""
+
+        def work(rows: Rows) -> list[VersionRow]:
+            found = rows.execute("SELECT * FROM versions ORDER BY version").fetchall()
+            return [
+                VersionRow(*cast("tuple[Version, Step, Generation]", row[:3]), bool(row[3]))
+                for row in found
+            ]
+
+        return await self._store.transact(work)
+
+    async def payloads(self) -> list[PayloadRow]:
+        """Return the payloads that are retained, in order of version."""
+
+        def work(rows: Rows) -> list[PayloadRow]:
+            found = rows.execute(
+                "SELECT manifest_id, version, base_version, signed, wire_bytes FROM payloads "
+                "WHERE retained ORDER BY version, base_version"
+            ).fetchall()
+            return [
+                PayloadRow(
+                    cast("bytes", row[0]),
+                    cast("Version", row[1]),
+                    cast("Version | None", row[2]),
+                    codec.decode(cast("bytes", row[3]), Signed),
+                    cast("int", row[4]),
+                )
+                for row in found
+            ]
+
+        return await self._store.transact(work)
+
+    async def forget_payloads(self, manifest_ids: Iterable[bytes]) -> None:
+        """Mark payloads as no longer retained; their blobs may then be deleted."""
+        ids = list(manifest_ids)
+
+        def work(rows: Rows) -> None:
+            for manifest_id in ids:
+                rows.execute(
+                    "UPDATE payloads SET retained = 0 WHERE manifest_id = ?", (manifest_id,)
+                )
+
+        await self._store.transact(work)
+
+    # --- leases and trajectories --------------------------------------------------------------
+
+    async def issue(
+        self, peer_id: PeerId, incarnation: Incarnation, leases: Sequence[tuple[Lease, int]]
+    ) -> None:
+        """Record new leases, each with its item's seed."""
+        event = Moved(sum(lease.samples for lease, _ in leases), None, Place.IN_FLIGHT)
+
+        def work(rows: Rows) -> None:
+            for lease, seed in leases:
+                rows.execute(
+                    "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, 'in_flight', NULL, NULL, NULL)",
+                    (
+                        lease.lease_id,
+                        peer_id,
+                        incarnation,
+                        seed,
+                        lease.samples,
+                        codec.encode(lease),
+                    ),
+                )
+            _count(rows, event)
+
+        with trio.CancelScope(shield=True):  # the disk and the counters move together
+            await self._store.transact(work)
+            self.ledger.apply(event)
+
+    async def accept(self, lease_id: LeaseId, samples: int, upload: bytes) -> bool:
+        """Queue a checked upload.
+
+        Returns:
+            False if the lease was not in flight any more: another upload, or its end, won.
+        """
+        return await self._move(
+            [(lease_id, samples)], Place.IN_FLIGHT, Place.QUEUED, upload=upload
+        ) == [lease_id]
+
+    async def reject(
+        self, leases: Sequence[tuple[LeaseId, int]], source: Place, reason: Reason
+    ) -> list[LeaseId]:
+        """End leases (id, samples) untrained; returns those that really were at ``source``."""
+        return await self._move(leases, source, Place.REJECTED, reason=reason)
+
+    async def train(self, leases: Sequence[tuple[LeaseId, int]], step: Step) -> list[LeaseId]:
+        """Record that the update that reached ``step`` consumed these."""
+        return await self._move(leases, Place.QUEUED, Place.TRAINED, step=step)
+
+    async def _move(
+        self,
+        leases: Sequence[tuple[LeaseId, int]],
+        source: Place,
+        target: Place,
+        *,
+        reason: Reason | None = None,
+        step: Step | None = None,
+        upload: bytes | None = None,
+    ) -> list[LeaseId]:
+        def work(rows: Rows) -> tuple[list[LeaseId], int]:
+            moved, count = list[LeaseId](), 0
+            for lease_id, samples in leases:
+                changed = rows.execute(
+                    "UPDATE leases SET fate = ?, reason = ?, step = ?, "
+                    "upload = CASE WHEN ? THEN NULL ELSE coalesce(?, upload) END "
+                    "WHERE lease_id = ? AND fate = ?",
+                    (
+                        target.value,
+                        reason,
+                        step,
+                        int(target is Place.REJECTED),
+                        upload,
+                        lease_id,
+                        source.value,
+                    ),
+                ).rowcount
+                if changed == 1:
+                    moved.append(lease_id)
+                    count += samples
+            if count:
+                _count(rows, Moved(count, source, target, reason))
+            return moved, count
+
+        with trio.CancelScope(shield=True):  # the disk and the counters move together
+            moved, count = await self._store.transact(work)
+            if count:
+                self.ledger.apply(Moved(count, source, target, reason))
+        return moved
+
+    async def fate(self, lease_id: LeaseId) -> tuple[Place, Reason | None, PeerId] | None:
+        """Return what became of a lease and whose it was; ``None`` if there is none."""
+
+        def work(rows: Rows) -> tuple[Place, Reason | None, PeerId] | None:
+            row = rows.execute(
+                "SELECT fate, reason, peer_id FROM leases WHERE lease_id = ?", (lease_id,)
+            ).fetchone()
+            if row is None:
+                return None
+            reason = None if row[1] is None else Reason(cast("str", row[1]))
+            return Place(cast("str", row[0])), reason, cast("PeerId", row[2])
+
+        return await self._store.transact(work)
+
+    async def open_leases(self) -> list[OpenLease]:
+        """Return the leases in flight; after a restart their peers may still answer."""
+
+        def work(rows: Rows) -> list[OpenLease]:
+            found = rows.execute(
+                "SELECT lease, peer_id, incarnation, seed FROM leases "
+                "WHERE fate = 'in_flight' ORDER BY rowid"
+            ).fetchall()
+            return [
+                OpenLease(
+                    codec.decode(cast("bytes", row[0]), Lease),
+                    *cast("tuple[PeerId, Incarnation, int]", row[1:]),
+                )
+                for row in found
+            ]
+
+        return await self._store.transact(work)
+
+    async def queued(self) -> list[QueuedRow]:
+        """Return the accepted uploads that wait for a step, in order of issue."""
+
+        def work(rows: Rows) -> list[QueuedRow]:
+            found = rows.execute(
+                "SELECT lease, peer_id, seed, upload FROM leases "
+                "WHERE fate = 'queued' ORDER BY rowid"
+            ).fetchall()
+            return [
+                QueuedRow(
+                    codec.decode(cast("bytes", row[0]), Lease),
+                    cast("PeerId", row[1]),
+                    cast("int", row[2]),
+                    codec.decode(cast("bytes", row[3]), Upload),
+                )
+                for row in found
+            ]
+
+        return await self._store.transact(work)
+
+    # --- checkpoints and rollbacks ------------------------------------------------------------
+
+    async def checkpointed(self, step: Step) -> None:
+        """A durable checkpoint contains all up to ``step``: its batches may be forgotten."""
+
+        def work(rows: Rows) -> None:
+            rows.execute(
+                "UPDATE leases SET upload = NULL, lease = x'' "
+                "WHERE (fate = 'trained' AND step <= ?) OR fate = 'rejected'",
+                (step,),
+            )
+            newest = rows.execute("SELECT coalesce(max(rowid), 0) FROM leases").fetchone()
+            assert newest is not None
+            old = cast("int", newest[0]) - LEASE_ROWS_KEPT
+            rows.execute(
+                "INSERT INTO archive SELECT peer_id, fate, coalesce(reason, ''), sum(samples) "
+                "FROM leases WHERE ((fate = 'trained' AND step <= ?) OR fate = 'rejected') "
+                "AND rowid <= ? GROUP BY peer_id, fate, reason "
+                "ON CONFLICT DO UPDATE SET count = count + excluded.count",
+                (step, old),
+            )
+            rows.execute(
+                "DELETE FROM leases "
+                "WHERE ((fate = 'trained' AND step <= ?) OR fate = 'rejected') AND rowid <= ?",
+                (step, old),
+            )
+            rows.execute(
+                "INSERT OR REPLACE INTO run VALUES ('checkpoint_step', ?)",
+                (str(step).encode(),),
+            )
+
+        await self._store.transact(work)
+
+    async def roll_back(self, step: Step) -> int:
+        """The learner restarts from a checkpoint at ``step``: later steps never happened.
+
+        Versions of later steps die; what those steps had consumed, and what was sampled from
+        them and still waits, is rejected as of a dead generation.
+
+        Returns:
+            How many trajectories that were counted as trained no longer are.
+        """
+        reason = Reason.DEAD_GENERATION
+
+        def work(rows: Rows) -> int:
+            rows.execute("UPDATE versions SET dead = 1 WHERE step > ?", (step,))
+            lost = rows.execute(
+                "SELECT coalesce(sum(samples), 0) FROM leases WHERE fate = 'trained' AND step > ?",
+                (step,),
+            ).fetchone()
+            assert lost is not None
+            count = cast("int", lost[0])
+            if count:
+                rows.execute(
+                    "UPDATE leases SET fate = 'rejected', reason = ?, upload = NULL "
+                    "WHERE fate = 'trained' AND step > ?",
+                    (reason.value, step),
+                )
+                _count(rows, Moved(count, Place.TRAINED, Place.REJECTED, reason))
+            return count
+
+        with trio.CancelScope(shield=True):  # the disk and the counters move together
+            count = await self._store.transact(work)
+        if count:
+            self.ledger.apply(Moved(count, Place.TRAINED, Place.REJECTED, reason))
+        return count
+
+    async def recount(self) -> Balance:
+        """Return the balance counted afresh from the rows, not from the events."""
+        return await self._store.transact(_recount)
+
+    async def by_peer(self) -> dict[PeerId, dict[str, int]]:
+        """Return accepted and rejected trajectories by peer, counted from the rows."""
+
+        def work(rows: Rows) -> dict[PeerId, dict[str, int]]:
+            found = rows.execute(
+                "SELECT peer_id, fate, sum(count) FROM ("
+                "SELECT peer_id, fate, sum(samples) AS count FROM leases GROUP BY 1, 2 "
+                "UNION ALL SELECT peer_id, fate, sum(count) FROM archive GROUP BY 1, 2"
+                ") GROUP BY 1, 2 ORDER BY 1, 2"
+            ).fetchall()
+            result: dict[PeerId, dict[str, int]] = {}
+            for row in found:
+                peer_id, fate, count = cast("tuple[PeerId, str, int]", row)
+                result.setdefault(peer_id, {})[fate] = count
+            return result
+
+        return await self._store.transact(work)
+
+
+def _insert_payloads(rows: Rows, payloads: Sequence[PayloadRow]) -> None:
+    for payload in payloads:
+        rows.execute(
+            "INSERT INTO payloads VALUES (?, ?, ?, ?, ?, 1)",
+            (
+                payload.manifest_id,
+                payload.version,
+                payload.base_version,
+                codec.encode(payload.signed),
+                payload.wire_bytes,
+            ),
+        )
+
+
+def _recount(rows: Rows) -> Balance:
+    places = dict.fromkeys(Place, 0)
+    rejected: dict[str, int] = {}
+    found = rows.execute(
+        "SELECT fate, coalesce(reason, ''), sum(samples) FROM leases GROUP BY 1, 2 "
+        "UNION ALL SELECT fate, reason, sum(count) FROM archive GROUP BY 1, 2"
+    ).fetchall()
+    for row in found:
+        fate, reason, count = cast("tuple[str, str, int]", row)
+        places[Place(fate)] += count
+        if fate == Place.REJECTED:
+            rejected[reason] = rejected.get(reason, 0) + count
+    return Balance(
+        issued=sum(places.values()),
+        trained=places[Place.TRAINED],
+        queued=places[Place.QUEUED],
+        in_flight=places[Place.IN_FLIGHT],
+        rejected=dict(sorted(rejected.items())),
+    )

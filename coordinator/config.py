@@ -1,0 +1,206 @@
+"""Settings of a coordinator: TOML file, then ``--section.key value`` on top; unknown keys refused.
+
+Every default carries its reason. Relations between settings are checked in `Settings`; whatever
+is wrong becomes a `ConfigError` with the key's path.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from echo2p2p.limits import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, SAMPLES_PER_LEASE_MAX
+from echo2p2p.rollouts.admission import default_publication_period
+
+Positive = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    folder: str = "runs/run"
+    """Everything that the run keeps: store, payloads, checkpoints, metrics, summary."""
+    steps: Positive = 1000
+    """Optimizer steps after which the run is finished."""
+    seed: int = 0
+    """Of items, sampling and initial weights."""
+    exit_grace_s: PositiveFloat = 5.0
+    """At the end, how long peers may take to hear that the run is over."""
+
+
+class ServerSection(Section):
+    """Where the coordinator is reached."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Off loopback TLS is on unless `tls` says otherwise."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 7070
+    """HTTP(S) port; 0 takes a free one and prints it."""
+    public_url: str | None = None
+    """How peers reach it, if not by host and port (behind a proxy or NAT)."""
+    relay_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port of the coordinator's own relay; 0 takes a free one."""
+    relay_public_host: str | None = None
+    """How peers reach the relay, if not by `host`."""
+    tls: Literal["auto", "on", "off"] = "auto"
+    """``auto``: off on loopback, on elsewhere."""
+
+
+class ModelSection(Section):
+    """The model that is trained."""
+
+    path: str = "@tiny-qwen3"
+    """A Hugging Face folder, or a preset (``@tiny-qwen3``: 0.6 M parameters, made on the spot)."""
+
+
+class TaskSection(Section):
+    """What is rolled out and how it is scored."""
+
+    name: str = "sort_digits"
+    """See `echo2p2p.tasks.registry`."""
+    options: dict[str, int | float | str | bool] = {}
+    """Passed to the task."""
+
+
+class RolloutsSection(Section):
+    """How many trajectories a step consumes, and how old they may be."""
+
+    prompts_per_step: Positive = 32
+    """Groups in a batch."""
+    samples_per_prompt: Annotated[int, Field(ge=2, le=SAMPLES_PER_LEASE_MAX)] = 8
+    """Rollouts in a group; one has no group mean."""
+    staleness_budget: Annotated[int, Field(ge=0)] = 3
+    """S: largest age, in steps, that may be trained on."""
+    publication_period: Positive | None = None
+    """κ: steps between publications; default max(1, S - 1)."""
+    tokens_max: Positive = 256
+    """Longest answer, in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling; log-probs are of the tempered distribution."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0 keeps all."""
+    lease_timeout_s: PositiveFloat = 300.0
+    """A lease not answered by then is given to another peer."""
+
+    @property
+    def kappa(self) -> int:
+        """κ as used."""
+        return self.publication_period or default_publication_period(self.staleness_budget)
+
+    @property
+    def batch(self) -> int:
+        """R: trajectories a step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+class WarmStartSection(Section):
+    """Supervised steps before version 0, on the task's own demonstrations."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    """0: none."""
+    batch: Positive = 256
+    """Examples a step."""
+    learning_rate: PositiveFloat = 2e-3
+    """AdamW."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    """Linear."""
+
+
+class LearnerSection(Section):
+    """GRPO."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """AdamW; 1e-6 is usual for models of billions of parameters."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    """Linear warm-up of the learning rate."""
+    gradient_norm_max: PositiveFloat = 1.0
+    """Clipping."""
+    clip_low: PositiveFloat = 0.2
+    """Ratios below 1 - this are clipped (PPO)."""
+    clip_high: PositiveFloat = 0.28
+    """Ratios above 1 + this are clipped (clip-higher, DAPO)."""
+    correction: Literal["none", "tis"] = "tis"
+    """Of staleness and engine mismatch; ``tis``: truncated importance sampling."""
+    correction_cap: PositiveFloat = 2.0
+    """Cap of that ratio."""
+    micro_batch: Positive = 64
+    """Sequences per forward pass; bounds memory."""
+    threads: Positive = 1
+    """Torch threads; more than one fights with other processes on a small machine."""
+    checkpoint_every_steps: Positive = 50
+    """Batches stay in the store until a checkpoint contains them."""
+    checkpoints_kept: Positive = 2
+    """Older ones are removed."""
+    restarts_max: Annotated[int, Field(ge=0)] = 5
+    """Restarts without a step in between, after which the run fails."""
+    warm_start: WarmStartSection = WarmStartSection()
+    """Before version 0."""
+
+
+class WeightsSection(Section):
+    """How versions travel."""
+
+    chunk_bytes_min: Annotated[int, Field(ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)] = 16 * 1024
+    """Smallest unit of transfer; chunks are a 400th of the payload within the bounds."""
+    chunk_bytes_max: Annotated[int, Field(ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)] = 1024 * 1024
+    """Largest unit of transfer."""
+
+
+class MembershipSection(Section):
+    """Liveness."""
+
+    term_s: PositiveFloat = 10.0
+    """A peer not heard of for this long is gone (DESIGN §5)."""
+    heartbeat_s: PositiveFloat = 2.0
+    """Asked of the peers; several must fit into a term."""
+
+
+class Settings(Section):
+    """All settings of a coordinator."""
+
+    run: RunSection = RunSection()
+    """The run as a whole."""
+    server: ServerSection = ServerSection()
+    """Where the coordinator is reached."""
+    model: ModelSection = ModelSection()
+    """The model that is trained."""
+    task: TaskSection = TaskSection()
+    """What is rolled out and how it is scored."""
+    rollouts: RolloutsSection = RolloutsSection()
+    """How many trajectories a step consumes, and how old they may be."""
+    learner: LearnerSection = LearnerSection()
+    """GRPO."""
+    weights: WeightsSection = WeightsSection()
+    """How versions travel."""
+    membership: MembershipSection = MembershipSection()
+    """Liveness."""
+
+    @model_validator(mode="after")
+    def _related(self) -> Self:
+        rollouts, membership, weights = self.rollouts, self.membership, self.weights
+        if rollouts.kappa > rollouts.staleness_budget + 1:
+            raise ValueError(
+                f"rollouts.publication_period {rollouts.kappa} is over staleness_budget + 1 = "
+                f"{rollouts.staleness_budget + 1}: the learner would wait for ever; lower it"
+            )
+        if membership.term_s < 2 * membership.heartbeat_s:
+            raise ValueError(
+                f"membership.term_s {membership.term_s} must hold two heartbeats of "
+                f"{membership.heartbeat_s} s; raise it"
+            )
+        if weights.chunk_bytes_min > weights.chunk_bytes_max:
+            raise ValueError("weights.chunk_bytes_min is over weights.chunk_bytes_max")
+        return self

@@ -1,0 +1,87 @@
+"""What the coordinator and the learner process say to each other: the port's values as messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coordinator.learner.base import LearnerSetup, TrainBatch, TrainSample
+from echo2p2p.ids import Step
+from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_logprobs, to_tokens
+from echo2p2p.wire.messages import Array
+
+
+class SampleCall(msgspec.Struct, frozen=True):
+    """`TrainSample`."""
+
+    prompt: Array
+    tokens: Array
+    logprobs: Array
+    advantage: float
+
+
+class BatchCall(msgspec.Struct, frozen=True):
+    """`TrainBatch`."""
+
+    step: int
+    samples: list[SampleCall]
+    tokens_total: int
+
+
+class ProgressReply(msgspec.Struct, frozen=True):
+    """One call of `coordinator.learner.base.Progress`."""
+
+    phase: str
+    figures: dict[str, float]
+
+
+def to_setup_call(setup: LearnerSetup) -> dict[str, Any]:
+    """Return ``setup`` in plain values, paths as text."""
+    plain: dict[str, Any] = msgspec.to_builtins(setup, enc_hook=str)
+    return plain
+
+
+def from_setup_call(plain: dict[str, Any]) -> LearnerSetup:
+    """Undo `to_setup_call`."""
+    return msgspec.convert(plain, LearnerSetup, dec_hook=_path)
+
+
+def _path(kind: type, value: object) -> Path:
+    assert kind is Path
+    return Path(str(value))
+
+
+def to_batch_call(batch: TrainBatch) -> BatchCall:
+    """Return ``batch`` as a message."""
+    return BatchCall(
+        step=batch.step,
+        samples=[
+            SampleCall(
+                from_tokens(sample.prompt),
+                from_tokens(sample.tokens),
+                from_logprobs(sample.logprobs),
+                float(sample.advantage),
+            )
+            for sample in batch.samples
+        ],
+        tokens_total=batch.tokens_total,
+    )
+
+
+def from_batch_call(call: BatchCall) -> TrainBatch:
+    """Undo `to_batch_call`."""
+    return TrainBatch(
+        step=Step(call.step),
+        samples=tuple(
+            TrainSample(
+                to_tokens(sample.prompt),
+                to_tokens(sample.tokens),
+                to_logprobs(sample.logprobs),
+                sample.advantage,
+            )
+            for sample in call.samples
+        ),
+        tokens_total=call.tokens_total,
+    )

@@ -1,0 +1,101 @@
+"""The token-level GRPO loss, as a pure function of tensors.
+
+GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3) with the token-level mean and the asymmetric clip
+of DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 8), no KL term. Rollouts come from older weights and
+from another implementation of the model, so the ratio is taken to the *behaviour* log-probs that
+the engine reported:
+
+* ``none``: the clipped surrogate on pi/mu itself. The clip is what bounds the correction: a token
+  that has drifted out of the interval in the advantage's direction has no gradient.
+* ``tis``: truncated importance sampling. One optimizer step a batch means that the proximal policy
+  is the current one, so the surrogate's ratio is 1 in value (its clip cannot bind) and each
+  token's gradient is weighted by min(pi/mu, cap), treated as a constant. No token is silenced.
+
+Both are the plain policy gradient when mu is pi. Log-probs are those of the distribution that was
+sampled from; the learner computes its own at temperature 1 without top-p or top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from echo2p2p.errors import ConfigError
+
+CORRECTIONS: Final = ("none", "tis")
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """How the policy ratio is bounded."""
+
+    clip_low: float
+    clip_high: float
+    correction: str
+    correction_cap: float
+
+    def __post_init__(self) -> None:
+        if self.correction not in CORRECTIONS:
+            raise ConfigError(
+                "learner.correction", f"{self.correction!r} is none of {', '.join(CORRECTIONS)}"
+            )
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """One micro-batch's part of the loss and of the metrics; sums, to be added up."""
+
+    loss: Tensor
+    """Scalar, differentiable, already divided by the whole batch's tokens."""
+    tokens: float
+    """Tokens under the mask."""
+    ratio: float
+    """Sum of pi/mu."""
+    bounded: float
+    """Tokens whose ratio was clipped (``none``) or truncated (``tis``)."""
+    kl: float
+    """Sum of the estimate r - 1 - log r of KL(mu, pi), r = pi/mu (Schulman's k3)."""
+
+
+def token_loss(
+    logprobs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tokens_total: int,
+    settings: LossSettings,
+) -> LossSums:
+    """Return the loss of one micro-batch.
+
+    Args:
+        logprobs: ``[rows, n] float32``, of the current weights, differentiable.
+        behaviour: ``[rows, n] float32``, of the weights that sampled; anything where masked.
+        advantages: ``[rows] float32``.
+        mask: ``[rows, n] bool``; False: padding.
+        tokens_total: Denominator: tokens of the whole batch, rows of zero advantage included.
+        settings: See `LossSettings`.
+    """
+    gap = torch.where(mask, logprobs - behaviour, 0.0)
+    ratio = gap.exp()
+    fixed = ratio.detach()
+    weight = advantages[:, None]
+    if settings.correction == "tis":
+        own = (gap - gap.detach()).exp()  # 1 in value, with the policy's gradient
+        surrogate = fixed.clamp(max=settings.correction_cap) * own * weight
+        bounded = fixed > settings.correction_cap
+    else:
+        clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+        surrogate = torch.minimum(ratio * weight, clipped * weight)
+        bounded = clipped.detach() * weight < fixed * weight
+    loss = -torch.where(mask, surrogate, 0.0).sum() / tokens_total
+    return LossSums(
+        loss=loss,
+        tokens=float(mask.sum()),
+        ratio=float(fixed[mask].sum()),
+        bounded=float((bounded & mask).sum()),
+        kl=float((fixed - 1.0 - gap.detach())[mask].sum()),
+    )

@@ -1,0 +1,238 @@
+"""GRPO on one torch model: the learner's work, without processes or pipes.
+
+fp32 master weights and AdamW on one device; each step consumes one batch in micro-batches of a
+given number of rows, so that memory does not depend on the batch. Rows are right-padded: under a
+causal mask padding cannot reach the tokens before it, so no attention mask is built. The model
+runs in evaluation mode throughout: the policy that is trained must be the policy that was sampled,
+and dropout would make it another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from coordinator.learner.base import (
+    LearnerReady,
+    LearnerSetup,
+    StepReport,
+    TrainBatch,
+    TrainSample,
+)
+from coordinator.learner.checkpoint import read_position, write_checkpoint
+from coordinator.learner.layout import layout_of, write_state
+from coordinator.learner.loss import LossSettings, LossSums, token_loss
+from coordinator.learner.warm_start import warm_start
+from coordinator.model import FolderTokenizer
+from echo2p2p.errors import LocalProtocolError
+from echo2p2p.ids import Step
+from echo2p2p.net.child_worker import Stopwatch
+from echo2p2p.tasks.registry import make_task
+
+Report = Callable[[str, Mapping[str, float]], None]
+
+
+class TorchLearner:
+    """See `coordinator.learner.base.Learner`; the methods are its calls, blocking.
+
+    Args:
+        setup: As in the port.
+        report: Signs of life while the model is built and warmed up.
+    """
+
+    def __init__(self, setup: LearnerSetup, report: Report) -> None:
+        logging.disable_progress_bar()
+        torch.set_num_threads(setup.threads)
+        torch.manual_seed(setup.seed)
+        self._setup = setup
+        self._loss = LossSettings(
+            setup.clip_low, setup.clip_high, setup.correction, setup.correction_cap
+        )
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = _build(setup.checkpoint or setup.model_dir).to(self._device).eval()
+        report("built", {"parameters": float(self.model.num_parameters())})
+        self._layout, self._tensors = layout_of(self.model)
+        if setup.checkpoint is None and setup.warm_start.steps:
+            warm_start(
+                self.model,
+                make_task(setup.task, setup.task_options),
+                FolderTokenizer(setup.model_dir),
+                setup.warm_start,
+                seed=setup.seed,
+                report=report,
+            )
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            setup.learning_rate,
+            betas=setup.betas,
+            weight_decay=setup.weight_decay,
+        )
+        self._step = 0
+        if setup.checkpoint is not None:
+            position = read_position(setup.checkpoint)
+            self._optimizer.load_state_dict(position.optimizer)
+            self._step = position.step
+
+    def ready(self) -> LearnerReady:
+        """Return what the coordinator must know of the model."""
+        return LearnerReady(
+            step=Step(self._step),
+            layout=self._layout.table,
+            parameters=int(self.model.num_parameters()),
+            device=str(self._device),
+        )
+
+    def train(self, batch: TrainBatch) -> StepReport:
+        """Take one optimizer step.
+
+        A batch without samples (all advantages were zero) counts as a step and changes nothing:
+        there is no gradient, and momentum alone must not move the weights.
+
+        Raises:
+            LocalProtocolError: The batch is for another step.
+            ArithmeticError: The gradient is not finite; no step was taken.
+        """
+        if batch.step != self._step:
+            raise LocalProtocolError(f"a batch for step {batch.step} at step {self._step}")
+        watch = Stopwatch()
+        parts: list[LossSums] = []
+        norm = 0.0
+        rate = self._setup.learning_rate * min(
+            1.0, (self._step + 1) / max(1, self._setup.warmup_steps)
+        )
+        if batch.samples:
+            self._optimizer.zero_grad()
+            rows = sorted(batch.samples, key=lambda sample: sample.prompt.size + sample.tokens.size)
+            for start in range(0, len(rows), self._setup.micro_batch):
+                part = self._forward(
+                    rows[start : start + self._setup.micro_batch], batch.tokens_total
+                )
+                part.loss.backward()  # type: ignore[no-untyped-call]
+                parts.append(part)
+            norm = self._apply(rate)
+        self._step += 1
+        return StepReport(
+            step=Step(self._step),
+            seconds=watch.seconds(),
+            metrics={**_metrics(parts), "gradient_norm": norm, "learning_rate": rate},
+        )
+
+    def _forward(self, rows: Sequence[TrainSample], tokens_total: int) -> LossSums:
+        packed = pack_rows(rows)
+        ids = packed.ids.to(self._device)
+        width = packed.mask.shape[1]
+        logits = self.model(
+            input_ids=ids[:, :-1], logits_to_keep=width, use_cache=False
+        ).logits  # fmt: skip
+        logprobs = -functional.cross_entropy(
+            logits.float().flatten(0, 1), ids[:, -width:].flatten(), reduction="none"
+        ).view(ids.shape[0], width)
+        return token_loss(
+            logprobs,
+            packed.behaviour.to(self._device),
+            packed.advantages.to(self._device),
+            packed.mask.to(self._device),
+            tokens_total=tokens_total,
+            settings=self._loss,
+        )
+
+    def _apply(self, rate: float) -> float:
+        """Clip the gradient, step the optimizer, return the norm before the clip."""
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._setup.gradient_norm_max)
+        )
+        if not isfinite(norm):
+            self._optimizer.zero_grad()
+            raise ArithmeticError(f"the gradient's norm is {norm}; the step was not taken")
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        return norm
+
+    def export(self, path: str) -> Step:
+        """Write the bf16 publish copy into the shared state at ``path``."""
+        write_state(self._layout, self._tensors, path)
+        return Step(self._step)
+
+    def save(self, folder: Path) -> Step:
+        """Write a checkpoint; see `coordinator.learner.checkpoint`."""
+        write_checkpoint(
+            folder,
+            self.model,
+            self._optimizer,
+            step=self._step,
+            tokenizer_dir=self._setup.model_dir,
+        )
+        return Step(self._step)
+
+
+def _build(folder: Path) -> Any:  # noqa: ANN401 - transformers has no types here
+    """Return the folder's model in float32: its weights, or fresh ones if it has none."""
+    if any(folder.glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True
+        )
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of one micro-batch as tensors.
+
+    The columns of ``behaviour`` and ``mask`` are the last ``width`` positions of ``ids``: from the
+    shortest prompt's end on.
+    """
+
+    ids: Tensor
+    """``[rows, length] int64``, right-padded with 0."""
+    behaviour: Tensor
+    """``[rows, width] float32``, 0 outside the mask."""
+    mask: Tensor
+    """``[rows, width] bool``: True where a generated token is."""
+    advantages: Tensor
+    """``[rows] float32``."""
+
+
+def pack_rows(rows: Sequence[TrainSample]) -> PackedRows:
+    """Return ``rows``, at least one, each with a prompt and an answer, right-padded."""
+    length = max(row.prompt.size + row.tokens.size for row in rows)
+    first = min(row.prompt.size for row in rows)
+    assert first > 0, "a prompt needs at least one token: the first is never predicted"
+    ids = np.zeros((len(rows), length), dtype=np.int64)
+    behaviour = np.zeros((len(rows), length - first), dtype=np.float32)
+    mask = np.zeros((len(rows), length - first), dtype=np.bool_)
+    for index, row in enumerate(rows):
+        start, end = row.prompt.size, row.prompt.size + row.tokens.size
+        ids[index, :start] = row.prompt
+        ids[index, start:end] = row.tokens
+        behaviour[index, start - first : end - first] = row.logprobs
+        mask[index, start - first : end - first] = True
+    advantages = np.asarray([row.advantage for row in rows], dtype=np.float32)
+    return PackedRows(
+        ids=torch.from_numpy(ids),
+        behaviour=torch.from_numpy(behaviour),
+        mask=torch.from_numpy(mask),
+        advantages=torch.from_numpy(advantages),
+    )
+
+
+def _metrics(parts: Sequence[LossSums]) -> dict[str, float]:
+    tokens = max(1.0, sum(part.tokens for part in parts))
+    return {
+        "loss": sum(part.loss.item() for part in parts),
+        "tokens": sum(part.tokens for part in parts),
+        "ratio_mean": sum(part.ratio for part in parts) / tokens if parts else 1.0,
+        "clipped_share": sum(part.bounded for part in parts) / tokens,
+        "kl_behaviour": sum(part.kl for part in parts) / tokens,
+    }

@@ -1,0 +1,249 @@
+"""Hands out work: a lease is one generation call, promised to one peer until its deadline.
+
+A peer asks with the version that it would generate with; admission (`echo2p2p.rollouts.admission`)
+says how many trajectories that version can still carry to a batch in time. Peers wait in a long
+poll until there is room. Prompts of leases that came to nothing are handed out again first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import trio
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from coordinator.book import Book, OpenLease
+from coordinator.config import RolloutsSection
+from coordinator.membership import Member, State
+from coordinator.run_state import RunState
+from coordinator.task_keeper import TaskKeeper
+from coordinator.task_port import Opening, TaskInfo
+from echo2p2p.ids import Incarnation, LeaseId, PeerId, Version
+from echo2p2p.limits import LEASES_PER_CALL_MAX
+from echo2p2p.net.ports import Entropy, Journal
+from echo2p2p.rollouts.admission import room
+from echo2p2p.rollouts.ledger import Place
+from echo2p2p.rollouts.trajectory import Reason
+from echo2p2p.wire.arrays import from_tokens
+from echo2p2p.wire.messages import Lease, LeaseRequest, Sampling
+
+LEASES_ISSUED: Final = "leases.issued"
+LEASES_ENDED: Final = "leases.ended"
+ITEM_FAILED: Final = "item.failed"
+RETURNED_MAX: Final = 100_000
+"""Prompts waiting to be handed out again; the oldest are forgotten beyond that."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A lease in flight and when it ends."""
+
+    open: OpenLease
+    deadline_s: float
+
+
+class LeaseDesk:
+    """All leases in flight."""
+
+    def __init__(
+        self,
+        *,
+        book: Book,
+        state: RunState,
+        tasks: TaskKeeper,
+        info: TaskInfo,
+        settings: RolloutsSection,
+        run_seed: int,
+        entropy: Entropy,
+        journal: Journal,
+    ) -> None:
+        self._book = book
+        self._state = state
+        self._tasks = tasks
+        self._info = info
+        self._settings = settings
+        self._run_seed = run_seed
+        self._rng = entropy.rng("leases")
+        self._journal = journal
+        self._held: dict[LeaseId, _Held] = {}
+        self._returned: deque[int] = deque(maxlen=RETURNED_MAX)
+        self._next_item = 0
+        self._granting = trio.Lock()
+
+    async def load(self) -> None:
+        """Take up the leases that were in flight when we last stopped."""
+        stored = await self._book.get("next_item")
+        self._next_item = int(stored) if stored else 0
+        deadline_s = trio.current_time() + self._settings.lease_timeout_s
+        for lease in await self._book.open_leases():
+            self._held[LeaseId(lease.lease.lease_id)] = _Held(lease, deadline_s)
+
+    # --- granting -----------------------------------------------------------------------------
+
+    async def request(self, member: Member, request: LeaseRequest) -> list[Lease]:
+        """Wait until there is work for this peer, at most ``request.wait_s`` seconds.
+
+        Returns an empty list when the time is over or the peer shall not work. Cancel-safe:
+        leases that were issued but not delivered end with their deadline.
+        """
+        leases: list[Lease] = []
+        with trio.move_on_after(request.wait_s):
+            while not leases:
+                leases = await self._grant(member, request)
+                if not leases:
+                    await self._state.changed.park()
+        return leases
+
+    async def _grant(self, member: Member, request: LeaseRequest) -> list[Lease]:
+        async with self._granting:
+            with trio.CancelScope(shield=True):  # a half-made grant would strand its prompts
+                leases = await self._grant_now(member, request)
+        if leases:
+            self._journal.event(
+                LEASES_ISSUED, peer=member.peer_id, leases=len(leases), version=request.version
+            )
+        return leases
+
+    async def _grant_now(self, member: Member, request: LeaseRequest) -> list[Lease]:
+        current = self._state.members.find(member.peer_id, member.incarnation)
+        if current is None or current.state is not State.ACTIVE or not self._state.leasing:
+            return []
+        # A peer that waits here may have switched since it asked; its heartbeat says so.
+        version = Version(max(request.version, current.version or 0))
+        count = min(request.leases_max, LEASES_PER_CALL_MAX, self._room(version))
+        if count <= 0:
+            return []
+        seeds = self._draw(count)
+        openings = await self._tasks.open(seeds)
+        whole = [opening for opening in openings if isinstance(opening, Opening)]
+        for failed in (opening for opening in openings if not isinstance(opening, Opening)):
+            self._journal.event(ITEM_FAILED, detail=failed.detail)
+        if not whole:
+            return []
+        seeds = [opening.seed for opening in whole]
+        leases = [self._lease(opening.prompt, version) for opening in whole]
+        await self._book.issue(
+            member.peer_id, member.incarnation, list(zip(leases, seeds, strict=True))
+        )
+        await self._book.put("next_item", str(self._next_item).encode())
+        self._hold(member, leases, seeds)
+        if self._state.members.find(member.peer_id, member.incarnation) is None:
+            await self.end_peer(member.peer_id, member.incarnation)  # it went meanwhile
+            return []
+        return leases
+
+    def _room(self, version: Version) -> int:
+        """Return how many whole groups may be leased for the peer's version."""
+        step = self._state.version_step(version)
+        if step is None:
+            return 0
+        balance = self._book.ledger.statistics()
+        trajectories = room(
+            learner_step=self._state.step,
+            queued=balance.queued,
+            running=balance.in_flight,
+            version_step=step,
+            staleness_budget=self._settings.staleness_budget,
+            batch=self._settings.batch,
+        )
+        return trajectories // self._settings.samples_per_prompt
+
+    def _draw(self, count: int) -> list[int]:
+        """Return item seeds: returned ones first, then new ones that no peer can guess."""
+        seeds: list[int] = []
+        while len(seeds) < count:
+            if self._returned:
+                seeds.append(self._returned.popleft())
+            else:
+                name = f"echo2p2p item {self._run_seed} {self._next_item}".encode()
+                seeds.append(int.from_bytes(blake3(name).digest(8), "little") >> 1)
+                self._next_item += 1
+        return seeds
+
+    def _lease(self, prompt: NDArray[np.uint32], version: Version) -> Lease:
+        settings = self._settings
+        return Lease(
+            lease_id=f"{self._rng.getrandbits(128):032x}",
+            kind="train",
+            prompt=from_tokens(prompt),
+            samples=settings.samples_per_prompt,
+            seeds=[self._rng.getrandbits(63) for _ in range(settings.samples_per_prompt)],
+            sampling=Sampling(
+                temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
+            ),
+            tokens_max=settings.tokens_max,
+            stop_ids=list(self._info.stop_ids),
+            forced=None,
+            version=version,
+            deadline_s=settings.lease_timeout_s,
+            affinity=None,
+        )
+
+    def _hold(self, member: Member, leases: list[Lease], seeds: list[int]) -> None:
+        deadline_s = trio.current_time() + self._settings.lease_timeout_s
+        for lease, seed in zip(leases, seeds, strict=True):
+            self._held[LeaseId(lease.lease_id)] = _Held(
+                OpenLease(lease, member.peer_id, member.incarnation, seed), deadline_s
+            )
+
+    # --- ending -------------------------------------------------------------------------------
+
+    def find(self, lease_id: LeaseId) -> OpenLease | None:
+        """Return a lease in flight."""
+        held = self._held.get(lease_id)
+        return None if held is None else held.open
+
+    def close(self, lease_id: LeaseId, *, give_back: bool) -> None:
+        """Forget a lease that the book has moved; ``give_back``: hand its prompt out again."""
+        held = self._held.pop(lease_id, None)
+        if held is not None and give_back:
+            self._returned.append(held.open.seed)
+        self._state.notify()
+
+    def give_back(self, seed: int) -> None:
+        """Hand out again the prompt of a group that was accepted and then dropped."""
+        self._returned.append(seed)
+        self._state.notify()
+
+    async def end_peer(
+        self, peer_id: PeerId, incarnation: Incarnation, reason: Reason = Reason.PEER_GONE
+    ) -> int:
+        """End all leases of a peer that is gone; returns how many."""
+        mine = [
+            (lease_id, held.open)
+            for lease_id, held in self._held.items()
+            if held.open.peer_id == peer_id and held.open.incarnation == incarnation
+        ]
+        return await self._end(mine, reason)
+
+    async def end_all(self, reason: Reason) -> int:
+        """End every lease in flight, at the end of the run; returns how many."""
+        return await self._end([(i, held.open) for i, held in self._held.items()], reason)
+
+    async def run(self) -> None:
+        """End leases whose deadline has passed; runs until cancelled."""
+        while True:
+            now = trio.current_time()
+            late = [(i, held.open) for i, held in self._held.items() if held.deadline_s <= now]
+            await self._end(late, Reason.LEASE_EXPIRED)
+            next_s = min((held.deadline_s for held in self._held.values()), default=None)
+            pause_s = self._settings.lease_timeout_s if next_s is None else next_s - now
+            await trio.sleep(max(0.05, pause_s))
+
+    async def _end(self, leases: list[tuple[LeaseId, OpenLease]], reason: Reason) -> int:
+        if not leases:
+            return 0
+        ended = await self._book.reject(
+            [(lease_id, held.lease.samples) for lease_id, held in leases],
+            Place.IN_FLIGHT,
+            reason,
+        )
+        for lease_id in ended:
+            self.close(lease_id, give_back=True)
+        if ended:
+            self._journal.event(LEASES_ENDED, reason=reason.value, leases=len(ended))
+        return len(ended)

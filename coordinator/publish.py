@@ -1,0 +1,362 @@
+"""Turns the learner's weights into versions: delta, chunks, signed manifest, first uploads.
+
+A delta is always taken against the last *published* bits, whatever the learner did in between
+(DESIGN §4, "Chain"): so numbers are never reused and nobody who follows needs an anchor, not even
+after the learner restarted from an older checkpoint. The published bits are durable as the newest
+anchor and the deltas after it; after a restart they are rebuilt from those and checked by digest.
+
+A version exists once its row is committed. Its payload is on disk before that, so a crash in
+between leaves an orphan file and the number free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.book import Book, PayloadRow, VersionRow
+from coordinator.config import WeightsSection
+from coordinator.run_state import RunState
+from echo2p2p.errors import IntegrityError, LocalProtocolError, StoreError
+from echo2p2p.ids import Digest, Generation, ManifestId, RunId, Step, Version
+from echo2p2p.net.ports import Blobs, Journal, Offload
+from echo2p2p.net.relay import RelayNode
+from echo2p2p.weights import anchor, chain, chunks, delta
+from echo2p2p.weights.assembly import Assembly
+from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.manifest import build_header, manifest_id
+from echo2p2p.weights.state import state_digest
+from echo2p2p.wire.messages import ManifestHeader, Signed
+from echo2p2p.wire.signing import open_record, sign_record
+
+VERSION_PUBLISHED: Final = "version.published"
+VERSIONS_RESTORED: Final = "versions.restored"
+VERSIONS_KEPT: Final = 8
+"""Newest versions whose payloads are all kept: somebody may be in the middle of fetching one."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What one publication made."""
+
+    version: Version
+    anchor_bytes: int | None
+    """Wire bytes (index and payload) of the anchor, if one was made."""
+    delta_bytes: int | None
+    """Wire bytes of the delta; ``None`` for the first version of a chain."""
+    state_bytes: int
+    changed_seconds: float
+    """From the copied weights to the durable version."""
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """Sizes over the run so far, in wire bytes."""
+
+    anchor_bytes: int
+    """Of the newest anchor."""
+    delta_bytes: tuple[int, ...]
+    state_bytes: int
+
+    @property
+    def delta_bytes_mean(self) -> float:
+        """Mean wire bytes of a delta; 0 before the first."""
+        return sum(self.delta_bytes) / len(self.delta_bytes) if self.delta_bytes else 0.0
+
+    @property
+    def ratio_mean(self) -> float:
+        """Mean over deltas of raw bytes by wire bytes; 0 before the first."""
+        ratios = [self.state_bytes / n for n in self.delta_bytes]
+        return sum(ratios) / len(ratios) if ratios else 0.0
+
+
+class Publisher:
+    """The published bits and everything that leads to them."""
+
+    def __init__(
+        self,
+        *,
+        book: Book,
+        blobs: Blobs,
+        offload: Offload,
+        relay: RelayNode,
+        key: Ed25519PrivateKey,
+        state: RunState,
+        settings: WeightsSection,
+        journal: Journal,
+    ) -> None:
+        self._book = book
+        self._blobs = blobs
+        self._offload = offload
+        self._relay = relay
+        self._key = key
+        self._state = state
+        self._settings = settings
+        self._journal = journal
+        self._layout: Layout | None = None
+        self._chain_id = ""
+        self._bits: bytearray | None = None
+        self._digest: Digest | None = None
+        self._links: dict[ManifestId, chain.Link] = {}
+        self._signed: dict[ManifestId, Signed] = {}
+        self._since_anchor_bytes = 0
+        self._anchor_bytes = 0
+        self._delta_bytes: list[int] = []
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the chain; set by `load`."""
+        assert self._layout is not None
+        return self._layout
+
+    async def load(self, layout: Layout) -> None:
+        """Take the learner's layout, and rebuild the published bits if there are any.
+
+        Raises:
+            StoreError: The stored chain is broken: the run cannot be continued from it.
+        """
+        self._layout = layout
+        self._chain_id = layout.digest.hex()[:16]
+        for row in await self._book.versions():
+            self._state.add_version(row.version, row.step, dead=row.dead)
+        for payload in await self._book.payloads():
+            link = chain.Link(
+                manifest_id=ManifestId(payload.manifest_id),
+                version=payload.version,
+                base_version=payload.base_version,
+                wire_bytes=payload.wire_bytes,
+            )
+            self._links[link.manifest_id] = link
+            self._signed[link.manifest_id] = payload.signed
+            self._count(link)
+        if self._state.latest is not None:
+            await self._rebuild(self._state.latest)
+            self._journal.event(VERSIONS_RESTORED, latest=self._state.latest)
+
+    async def _rebuild(self, latest: Version) -> None:
+        path = chain.plan_path(list(self._links.values()), None, latest)
+        if path is None:
+            raise StoreError(f"no stored payloads lead to version {latest}; the run is damaged")
+        for identity in self._links:
+            self._offer(identity, await self._blobs.get(_blob_name(identity)), push=False)
+        bits = bytearray(self.layout.total_bytes)
+        digest: Digest | None = None
+        for link in path:
+            payload = await self._blobs.get(_blob_name(link.manifest_id))
+            try:
+                await self._offload.run(partial(_decode, self.layout, link, payload, bits))
+            except IntegrityError as error:
+                raise StoreError(
+                    f"payload of version {link.version} is corrupt: {error}"
+                ) from error
+            digest = Digest(self._open(self._signed[link.manifest_id]).result_digest)
+        assert digest is not None
+        if await self._offload.run(lambda: state_digest(self.layout, bits)) != digest:
+            raise StoreError(f"version {latest} does not match its digest; the run is damaged")
+        self._bits, self._digest = bits, digest
+
+    def _offer(self, identity: ManifestId, payload: bytes, *, push: bool) -> None:
+        """Let the relay serve a payload that is on our disk.
+
+        Raises:
+            StoreError: The bytes are not those that were signed.
+        """
+        signed = self._signed[identity]
+        header = self._open(signed)
+        try:
+            index = chunks.split(payload, header.chunk_bytes).index
+            assembly = Assembly.whole(header, payload, index)
+        except (IntegrityError, LocalProtocolError) as error:
+            raise StoreError(f"payload of version {header.version} is corrupt: {error}") from error
+        self._relay.publish(signed, assembly, push=push)
+
+    # --- publishing ---------------------------------------------------------------------------
+
+    async def publish(self, bits: bytearray, step: Step, generation: Generation) -> Published:
+        """Make the next version of ``bits`` (owned from here on) and offer it to the relays.
+
+        Raises:
+            StoreError: The disk refused; there is no new version.
+        """
+        layout = self.layout
+        began = trio.current_time()
+        latest = self._state.latest
+        version = Version(0 if latest is None else latest + 1)
+        digest = await self._offload.run(lambda: state_digest(layout, bits))
+        made: list[tuple[Signed, bytes]] = []
+        delta_bytes: int | None = None
+        if latest is not None:
+            old = self._bits
+            assert old is not None
+            payload = await self._offload.run(lambda: delta.encode_delta(layout, old, bits))
+            made.append(self._sign(payload, version, step, generation, digest, latest))
+            delta_bytes = len(payload)
+        due = latest is None or chain.anchor_due(
+            self._since_anchor_bytes + (delta_bytes or 0), self._anchor_bytes
+        )
+        if due:
+            payload = await self._offload.run(lambda: anchor.encode_anchor(layout, bits))
+            made.append(self._sign(payload, version, step, generation, digest, None))
+        with trio.CancelScope(shield=True):  # memory and disk agree on what is published
+            await self._commit(version, step, generation, made)
+            self._bits, self._digest = bits, digest
+            self._state.add_version(version, step)
+        await self._retain()
+        sizes = {s is None: n for s, n in self._sizes(version)}
+        published = Published(
+            version=version,
+            anchor_bytes=sizes.get(True),
+            delta_bytes=sizes.get(False),
+            state_bytes=layout.total_bytes,
+            changed_seconds=trio.current_time() - began,
+        )
+        self._journal.event(
+            VERSION_PUBLISHED,
+            version=version,
+            step=step,
+            generation=generation,
+            delta_bytes=published.delta_bytes,
+            anchor_bytes=published.anchor_bytes,
+        )
+        return published
+
+    def _sizes(self, version: Version) -> list[tuple[Version | None, int]]:
+        return [
+            (link.base_version, link.wire_bytes)
+            for link in self._links.values()
+            if link.version == version
+        ]
+
+    def _sign(
+        self,
+        payload: bytes,
+        version: Version,
+        step: Step,
+        generation: Generation,
+        digest: Digest,
+        base: Version | None,
+    ) -> tuple[Signed, bytes]:
+        settings = self._settings
+        split = chunks.split(
+            payload,
+            chunks.chunk_bytes_for(
+                len(payload),
+                chunk_bytes_min=settings.chunk_bytes_min,
+                chunk_bytes_max=settings.chunk_bytes_max,
+            ),
+        )
+        base_digest = self._digest
+        assert base is None or base_digest is not None
+        header = build_header(
+            content="model",
+            run_id=RunId(self._state.run_id),
+            version=version,
+            chain_id=self._chain_id,
+            step=step,
+            generation=generation,
+            base=None if base is None or base_digest is None else (base, base_digest),
+            result_digest=digest,
+            layout=self.layout,
+            chunked=split,
+        )
+        return sign_record(self._key, header), payload
+
+    async def _commit(
+        self,
+        version: Version,
+        step: Step,
+        generation: Generation,
+        made: list[tuple[Signed, bytes]],
+    ) -> None:
+        rows: list[PayloadRow] = []
+        for signed, payload in made:
+            identity = manifest_id(signed)
+            await self._blobs.put(_blob_name(identity), payload)
+            header = self._open(signed)
+            base = None if header.base_version is None else Version(header.base_version)
+            size = header.index_bytes + header.payload_bytes
+            rows.append(PayloadRow(identity, version, base, signed, size))
+        await self._book.add_version(VersionRow(version, step, generation, dead=False), rows)
+        for row, (signed, payload) in zip(rows, made, strict=True):
+            identity = ManifestId(row.manifest_id)
+            link = chain.Link(
+                manifest_id=identity,
+                version=row.version,
+                base_version=row.base_version,
+                wire_bytes=row.wire_bytes,
+            )
+            self._links[identity], self._signed[identity] = link, signed
+            self._count(link)
+            self._offer(identity, payload, push=link.base_version is not None)
+
+    def _open(self, signed: Signed) -> ManifestHeader:
+        return open_record(signed, self._key.public_key().public_bytes_raw(), ManifestHeader)
+
+    def _count(self, link: chain.Link) -> None:
+        if link.base_version is None:
+            self._anchor_bytes, self._since_anchor_bytes = link.wire_bytes, 0
+        else:
+            self._since_anchor_bytes += link.wire_bytes
+            self._delta_bytes.append(link.wire_bytes)
+
+    async def _retain(self) -> None:
+        """Forget payloads that no member and no joiner needs any more."""
+        holders = {member.version for member in self._state.members.live()}
+        links = list(self._links.values())
+        keep = {link.manifest_id for link in chain.retained(links, holders | {None})}
+        recent = (self._state.latest or 0) - VERSIONS_KEPT
+        keep |= {link.manifest_id for link in links if link.version > recent}
+        gone = [identity for identity in self._links if identity not in keep]
+        if not gone:
+            return
+        await self._book.forget_payloads(gone)
+        for identity in gone:
+            del self._links[identity], self._signed[identity]
+            self._relay.forget(identity)
+            await self._blobs.delete(_blob_name(identity))
+
+    # --- answers ------------------------------------------------------------------------------
+
+    async def path(self, have: Version | None, wait_s: float) -> list[Signed]:
+        """Return the cheapest path from ``have`` to the newest version.
+
+        Waits up to ``wait_s`` seconds while there is nothing newer; then returns an empty list.
+        """
+        with trio.move_on_after(wait_s):
+            while self._state.latest is None or self._state.latest == have:
+                await self._state.changed.park()
+        latest = self._state.latest
+        if latest is None or latest == have:
+            return []
+        path = chain.plan_path(list(self._links.values()), have, latest)
+        assert path is not None, "an anchor is always retained"
+        return [self._signed[link.manifest_id] for link in path]
+
+    def chunk(self, identity: ManifestId, index: int) -> memoryview | None:
+        """Return a chunk for the HTTP last resort, or ``None`` if there is none."""
+        assembly = self._relay.assembly(identity)
+        return None if assembly is None else assembly.chunk(index)
+
+    def statistics(self) -> WeightBytes:
+        """Return sizes so far."""
+        return WeightBytes(
+            anchor_bytes=self._anchor_bytes,
+            delta_bytes=tuple(self._delta_bytes),
+            state_bytes=0 if self._layout is None else self._layout.total_bytes,
+        )
+
+
+def _decode(layout: Layout, link: chain.Link, payload: bytes, bits: bytearray) -> None:
+    """Take ``bits`` one link further."""
+    if link.base_version is None:
+        anchor.decode_anchor(layout, payload, memoryview(bits))
+    else:
+        delta.apply_delta(layout, payload, memoryview(bits))
+
+
+def _blob_name(identity: ManifestId) -> str:
+    return f"payload-{identity.hex()}"

@@ -1,0 +1,267 @@
+"""Membership with its consequences: keys, cards, rows on disk, leases of the gone, plans.
+
+`coordinator.membership` decides; this shell performs. The overlay is re-planned whenever the set
+of members changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import trio
+
+from coordinator.book import Book, MemberRow
+from coordinator.config import MembershipSection
+from coordinator.leases import LeaseDesk
+from coordinator.membership import Duplicate, Full, Joined, Member, Membership, State, Wait
+from coordinator.run_state import RunState
+from echo2p2p.broadcast.overlay import DEGREE, Neighbours, plan_overlay
+from echo2p2p.broadcast.overlay import Member as OverlayMember
+from echo2p2p.errors import EchoError
+from echo2p2p.ids import SOURCE, Incarnation, PeerId
+from echo2p2p.net.ports import Entropy, Journal, WallClock
+from echo2p2p.net.trust import (
+    CertificateAuthority,
+    RunKeys,
+    check_join_proof,
+    credential_digest,
+    draw_credential,
+    fingerprint,
+)
+from echo2p2p.wire import codec
+from echo2p2p.wire.messages import (
+    Address,
+    Heartbeat,
+    JoinReply,
+    JoinRequest,
+    LayoutTable,
+    MemberCard,
+    Neighbour,
+    Plan,
+)
+from echo2p2p.wire.signing import sign_record
+
+PEER_JOINED: Final = "peer.joined"
+PEER_READY: Final = "peer.ready"
+PEER_EVICTED: Final = "peer.evicted"
+PEER_LEFT: Final = "peer.left"
+"""Event names."""
+
+
+@dataclass(frozen=True)
+class Starting:
+    """The learner is not up yet, so there is no layout to tell."""
+
+
+class Roster:
+    """All members, and what follows from their coming and going."""
+
+    def __init__(
+        self,
+        *,
+        members: Membership,
+        settings: MembershipSection,
+        book: Book,
+        state: RunState,
+        desk: LeaseDesk,
+        keys: RunKeys,
+        authority: CertificateAuthority | None,
+        model_config: str,
+        source: Address,
+        clock: WallClock,
+        entropy: Entropy,
+        journal: Journal,
+    ) -> None:
+        self._members = members
+        self._settings = settings
+        self._book = book
+        self._state = state
+        self._desk = desk
+        self._keys = keys
+        self._authority = authority
+        self._layout: LayoutTable | None = None
+        self._model_config = model_config
+        self._clock = clock
+        self._entropy = entropy
+        self._journal = journal
+        self._overlay: Neighbours = {}
+        self._overlay_rng = entropy.rng("overlay")
+        self._woken = trio.lowlevel.ParkingLot()
+        self._source = source
+
+    @property
+    def term_s(self) -> float:
+        """Seconds that a member lives without a heartbeat."""
+        return self._settings.term_s
+
+    def now_s(self) -> float:
+        """Return the coordinator's clock, the only one that counts."""
+        return self._clock.time()
+
+    async def load(self, layout: LayoutTable) -> None:
+        """Open for joins, and take up the members of our last life.
+
+        Each of those has a whole term to be heard.
+        """
+        self._layout = layout
+        for row in await self._book.members():
+            self._members.remember(row.peer_id, row.incarnation)
+            if row.live:
+                request = codec.decode(row.join_body, JoinRequest)
+                member = Member(
+                    peer_id=row.peer_id,
+                    incarnation=row.incarnation,
+                    name=row.name,
+                    public_key=request.public_key,
+                    credential=row.credential,
+                    relay=request.relay,
+                    engine=request.engine,
+                    state=State.JOINING,
+                    term_end_s=0.0,
+                )
+                self._members.restore(member, trio.current_time())
+        self._replan()
+
+    # --- coming and going ---------------------------------------------------------------------
+
+    async def join(self, request: JoinRequest) -> JoinReply | Wait | Duplicate | Full | Starting:
+        """Admit a peer that has shown the token.
+
+        Raises:
+            RemoteProtocolError: Its proof of the identity key is wrong.
+            RefusedError: Its certificate request is not acceptable.
+        """
+        if self._layout is None:
+            return Starting()
+        peer_id = check_join_proof(request, fingerprint(self._keys.public_key))
+        credential = draw_credential(self._entropy)
+        digest = credential_digest(credential)
+        outcome = self._members.join(peer_id, request, digest, trio.current_time())
+        if not isinstance(outcome, Joined):
+            return outcome
+        member = outcome.member
+        certificate = b""
+        if self._authority is not None:
+            try:
+                certificate = self._authority.sign_peer(request.csr, peer_id, member.incarnation)
+            except EchoError:
+                self._members.leave(peer_id, member.incarnation)
+                raise
+        await self._book.put_member(
+            MemberRow(
+                peer_id=peer_id,
+                incarnation=member.incarnation,
+                name=member.name,
+                credential=digest,
+                join_body=codec.encode(request),
+                live=True,
+            )
+        )
+        self._journal.event(
+            PEER_JOINED, peer=peer_id, who=member.name, incarnation=member.incarnation
+        )
+        self._replan()
+        self._woken.unpark_all()
+        card = MemberCard(
+            run_id=self._state.run_id,
+            peer_id=peer_id,
+            incarnation=member.incarnation,
+            public_key=request.public_key,
+        )
+        return JoinReply(
+            run_id=self._state.run_id,
+            peer_id=peer_id,
+            incarnation=member.incarnation,
+            credential=credential,
+            card=sign_record(self._keys.private, card),
+            certificate=certificate,
+            term_s=self._settings.term_s,
+            heartbeat_s=self._settings.heartbeat_s,
+            now_s=self.now_s(),
+            layout=self._layout,
+            model_config=self._model_config,
+            plan=self.plan_for(member),
+        )
+
+    def heartbeat(self, member: Member, beat: Heartbeat, now: float) -> Member | None:
+        """Renew a term; wakes those who wait for this peer's state."""
+        renewed = self._members.heartbeat(member.peer_id, beat, now)
+        if renewed is not None and renewed.state is not member.state:
+            if renewed.state is State.ACTIVE:
+                self._journal.event(PEER_READY, peer=member.peer_id, version=beat.version)
+            self._state.notify()
+        return renewed
+
+    async def leave(self, peer_id: PeerId, incarnation: Incarnation, reason: str) -> None:
+        """End a member at its own wish."""
+        if (member := self._members.leave(peer_id, incarnation)) is not None:
+            self._journal.event(PEER_LEFT, peer=peer_id, reason=reason[:200])
+            await self._gone(member)
+
+    async def run(self) -> None:
+        """Evict members whose term is over; runs until cancelled."""
+        while True:
+            for member in self._members.on_time(trio.current_time()):
+                self._journal.event(
+                    PEER_EVICTED, peer=member.peer_id, incarnation=member.incarnation
+                )
+                await self._gone(member)
+            deadline_s = self._members.next_deadline()
+            with trio.move_on_after(
+                self._settings.term_s
+                if deadline_s is None
+                else max(0.01, deadline_s - trio.current_time())
+            ):
+                await self._woken.park()
+
+    async def _gone(self, member: Member) -> None:
+        self._replan()
+        await self._book.end_member(
+            member.peer_id, member.incarnation, member.measurements.relayed_bytes
+        )
+        await self._desk.end_peer(member.peer_id, member.incarnation)
+
+    async def traffic(self) -> dict[PeerId, int]:
+        """Return the chunk bytes that each peer ever relayed, by its own account."""
+        total = {row.peer_id: row.relayed_bytes for row in await self._book.members()}
+        for member in self._members.live():
+            total[member.peer_id] = total.get(member.peer_id, 0) + member.measurements.relayed_bytes
+        return total
+
+    # --- plans --------------------------------------------------------------------------------
+
+    def plan_for(self, member: Member) -> Plan:
+        """Return the current orders for one member."""
+        activation: Literal["active", "idle", "drain"] = "active"
+        if self._state.outcome != "running":
+            activation = "drain"
+        elif member.engine == "none":
+            activation = "idle"
+        return Plan(
+            activation=activation,
+            neighbours=[Neighbour(peer_id=SOURCE, address=self._source)]
+            + [
+                Neighbour(peer_id=other, address=self._address(other))
+                for other in self._overlay.get(member.peer_id, ())
+            ],
+            run_state=self._state.outcome,
+        )
+
+    def _address(self, peer_id: PeerId) -> Address | None:
+        for member in self._members.live():
+            if member.peer_id == peer_id:
+                return member.relay
+        return None
+
+    def _replan(self) -> None:
+        """Plan the overlay anew from the links that there are."""
+        self._overlay = plan_overlay(
+            [
+                OverlayMember(member.peer_id, capacity=1.0, dialable=member.relay is not None)
+                for member in self._members.live()
+            ],
+            degree=DEGREE,
+            rng=self._overlay_rng,
+            keep={peer_id: set(others) for peer_id, others in self._overlay.items()},
+        )

@@ -1,0 +1,322 @@
+"""The learning loop: batches in, steps out, publications and checkpoints on their beat.
+
+It owns the learner. A learner that dies is started again from the newest checkpoint: a new
+generation begins, what only lost steps knew is rejected, and the checkpoint's weights are
+published at once as the next version (DESIGN §7). Restarts without a step in between are bounded
+by ``learner.restarts_max``; after that the run has failed and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import trio
+
+from coordinator.book import Book
+from coordinator.config import Settings
+from coordinator.intake import Intake
+from coordinator.learner.base import Learner, LearnerSetup, TrainBatch, TrainSample
+from coordinator.publish import Published, Publisher
+from coordinator.run_state import RunState
+from echo2p2p.errors import ChildError
+from echo2p2p.ids import Generation, Step
+from echo2p2p.net.ports import Journal, SharedMemory, SharedState
+from echo2p2p.rollouts.admission import age
+from echo2p2p.rollouts.batch import GroupQueue, ScoredGroup, advantages
+from echo2p2p.wire.messages import LayoutTable
+
+STEP_DONE: Final = "step.done"
+LEARNER_READY: Final = "learner.ready"
+LEARNER_LOST: Final = "learner.lost"
+CHECKPOINT_SAVED: Final = "checkpoint.saved"
+ROLLED_BACK: Final = "run.rolled_back"
+BACK_OFF_S: Final = (0.2, 1.0, 3.0, 10.0)
+"""Before the first, second, ... restart without a step in between."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of the metrics file."""
+
+    step: Step
+    """Steps after the update."""
+    reward: float
+    """Mean over the batch's rollouts."""
+    version_steps: tuple[int, ...]
+    """Distinct steps of the weights that generated the batch."""
+    age_mean: float
+    age_max: int
+    idle_s: float
+    """The learner waited this long for the batch."""
+    train_s: float
+    tokens: int
+    zero_advantage_groups: int
+    first_version_rewards: tuple[float, int]
+    """Sum and count of the rewards of rollouts that version 0 alone generated."""
+    metrics: dict[str, float]
+
+
+class Shelf(Protocol):
+    """Where checkpoints are kept."""
+
+    def folder(self, step: int) -> Path:
+        """Return a free folder name for a checkpoint of this step."""
+        ...
+
+    def newest(self) -> Path | None:
+        """Return the newest whole checkpoint."""
+        ...
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep``."""
+        ...
+
+
+class Trainer:
+    """Runs the learner to the last step.
+
+    Args:
+        checkpoints: Names, finds and prunes checkpoints.
+        make_learner: Called for each life of the learner.
+        record: Called with each step, for metrics.
+        on_layout: Called once a process, when the first learner has told its layout: rebuilds
+            what the store knows.
+        on_published: Called with each publication.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        setup: LearnerSetup,
+        make_learner: Callable[[], Learner],
+        checkpoints: Shelf,
+        memory: SharedMemory,
+        book: Book,
+        state: RunState,
+        intake: Intake,
+        queue: GroupQueue,
+        publisher: Publisher,
+        journal: Journal,
+        record: Callable[[StepRecord], None],
+        on_layout: Callable[[LayoutTable], Awaitable[None]],
+        on_published: Callable[[Published], None],
+    ) -> None:
+        self._settings = settings
+        self._setup = setup
+        self._make_learner = make_learner
+        self._checkpoints = checkpoints
+        self._memory = memory
+        self._book = book
+        self._state = state
+        self._intake = intake
+        self._queue = queue
+        self._publisher = publisher
+        self._journal = journal
+        self._record = record
+        self._on_layout = on_layout
+        self._on_published = on_published
+        self._publishing = trio.Lock()
+        self._export: SharedState | None = None
+        self._lives = 0
+
+    async def run(self) -> None:
+        """Train until ``run.steps``; returns when the last checkpoint is durable.
+
+        Raises:
+            ChildError: The learner could not be kept alive.
+            StoreError: The disk refused.
+        """
+        failures = 0
+        while True:
+            before = self._state.step
+            learner = self._make_learner()
+            try:
+                await self._live(learner)
+            except ChildError as error:
+                self._state.leasing = False
+                failures = 1 if self._state.step > before else failures + 1
+                again = failures <= self._settings.learner.restarts_max
+                self._journal.event(LEARNER_LOST, detail=str(error), restarting=again)
+                if not again:
+                    raise
+                await trio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1])
+            else:
+                return
+            finally:
+                await learner.close()
+                if self._export is not None:
+                    self._export.close()
+                    self._export = None
+
+    async def _live(self, learner: Learner) -> None:
+        """One life of a learner, from start to the last step."""
+        await self._start(learner)
+        lost: ChildError | None = None
+        async with trio.open_nursery() as nursery:
+            self._state.leasing = True
+            self._state.notify()
+            try:
+                while self._state.step < self._settings.run.steps:
+                    await self._step(learner)
+                    await self._on_beat(learner, nursery)
+            except ChildError as error:
+                lost = error  # a publication under way still ends well
+            self._state.leasing = False
+        if lost is not None:
+            raise lost
+
+    async def _start(self, learner: Learner) -> None:
+        newest = self._checkpoints.newest()
+        setup = self._setup if newest is None else _resumed(self._setup, newest)
+        ready = await learner.start(setup, self._on_progress)
+        self._journal.event(
+            LEARNER_READY, step=ready.step, parameters=ready.parameters, device=ready.device
+        )
+        if self._lives == 0:
+            await self._on_layout(ready.layout)
+        if newest is not None:
+            await self._roll_back(ready.step)
+        else:
+            await self._save(learner)
+        self._lives += 1
+        self._export = self._memory.allocate("export", max(1, ready.layout.total_bytes))
+        await self._publish(await self._exported(learner))
+
+    def _on_progress(self, phase: str, figures: Mapping[str, float]) -> None:
+        self._journal.event(f"learner.{phase}", **figures)
+
+    async def _roll_back(self, step: Step) -> None:
+        generation = Generation(self._state.generation + 1)
+        self._state.generation = generation
+        await self._book.put("generation", str(generation).encode())
+        lost = await self._book.roll_back(step)
+        self._state.roll_back(step)
+        await self._intake.roll_back()
+        self._journal.event(ROLLED_BACK, step=step, generation=generation, trajectories=lost)
+
+    # --- one step -----------------------------------------------------------------------------
+
+    async def _step(self, learner: Learner) -> None:
+        began = trio.current_time()
+        groups = await self._next_batch()
+        waited = trio.current_time() - began
+        step = self._state.step
+        batch = _batch(step, groups)
+        try:
+            report = await learner.train(batch)
+        except ChildError:
+            for scored in groups:  # still queued on disk, and so in memory
+                self._queue.add(scored)
+            raise
+        assert report.step == step + 1, (report.step, step)
+        await self._book.train(
+            [(scored.group.lease_id, len(scored.group.turns)) for scored in groups], report.step
+        )
+        for scored in groups:
+            self._intake.decided(scored.group, None)
+        self._state.step = report.step
+        self._state.notify()
+        record = _record(step, groups, batch, waited, report.seconds, dict(report.metrics))
+        self._record(record)
+        self._journal.event(
+            STEP_DONE,
+            step=record.step,
+            reward=round(record.reward, 4),
+            age_max=record.age_max,
+            idle_s=round(waited, 3),
+        )
+
+    async def _next_batch(self) -> list[ScoredGroup]:
+        count = self._settings.rollouts.prompts_per_step
+        while True:
+            await self._intake.drop(self._queue.drop_stale(self._state.step))
+            if (groups := self._queue.take(self._state.step, count)) is not None:
+                return groups
+            await self._state.changed.park()
+
+    async def _on_beat(self, learner: Learner, nursery: trio.Nursery) -> None:
+        """After a step: publish every κ steps, checkpoint every so many."""
+        step, settings = self._state.step, self._settings
+        last = step >= settings.run.steps
+        if (step % settings.rollouts.kappa == 0 or last) and not self._publishing.locked():
+            bits = await self._exported(learner)
+            nursery.start_soon(self._publish, bits)
+        if step % settings.learner.checkpoint_every_steps == 0 or last:
+            await self._save(learner)
+
+    async def _exported(self, learner: Learner) -> tuple[bytearray, Step, Generation]:
+        export = self._export
+        assert export is not None
+        step = await learner.export(export)
+        size = self._publisher.layout.total_bytes
+        return bytearray(export.view[:size]), step, self._state.generation
+
+    async def _publish(self, exported: tuple[bytearray, Step, Generation]) -> None:
+        async with self._publishing:
+            self._on_published(await self._publisher.publish(*exported))
+
+    async def _save(self, learner: Learner) -> None:
+        step = await learner.save(self._checkpoints.folder(self._state.step))
+        await self._book.checkpointed(step)
+        self._checkpoints.prune(self._settings.learner.checkpoints_kept)
+        self._journal.event(CHECKPOINT_SAVED, step=step)
+
+
+def _resumed(setup: LearnerSetup, checkpoint: Path) -> LearnerSetup:
+    return replace(setup, checkpoint=checkpoint)
+
+
+def _batch(step: Step, groups: list[ScoredGroup]) -> TrainBatch:
+    """Turn scored groups into rows; rows without advantage only count in the denominator."""
+    rows: list[TrainSample] = []
+    for scored in groups:
+        values = advantages(scored.rewards, scored.mask)
+        rows.extend(
+            TrainSample(scored.group.prompt, turn.tokens, turn.logprobs, float(value))
+            for turn, value in zip(scored.group.turns, values, strict=True)
+            if value != 0.0
+        )
+    return TrainBatch(
+        step=step, samples=tuple(rows), tokens_total=sum(s.group.tokens for s in groups)
+    )
+
+
+def _record(
+    step: Step,
+    groups: list[ScoredGroup],
+    batch: TrainBatch,
+    waited: float,
+    train_s: float,
+    metrics: dict[str, float],
+) -> StepRecord:
+    ages = [
+        age(learner_step=step, oldest_step=turn.oldest_step)
+        for scored in groups
+        for turn in scored.group.turns
+    ]
+    rewards = np.concatenate([scored.rewards[scored.mask] for scored in groups])
+    untrained = [
+        reward
+        for scored in groups
+        if scored.group.newest_step == 0
+        for reward in scored.rewards[scored.mask].tolist()
+    ]
+    flat = sum(not advantages(scored.rewards, scored.mask).any() for scored in groups)
+    return StepRecord(
+        step=Step(step + 1),
+        reward=float(rewards.mean()),
+        version_steps=tuple(sorted({scored.group.oldest_step for scored in groups})),
+        age_mean=float(np.mean(ages)),
+        age_max=max(ages),
+        idle_s=waited,
+        train_s=train_s,
+        tokens=batch.tokens_total,
+        zero_advantage_groups=flat,
+        first_version_rewards=(float(sum(untrained)), len(untrained)),
+        metrics=metrics,
+    )

@@ -1,0 +1,1 @@
+"""The library that the peer, the coordinator and the scenarios share."""

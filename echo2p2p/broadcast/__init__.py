@@ -1,0 +1,1 @@
+"""Who sends which chunk to whom: overlay, deal, push, pull. Sans-IO."""

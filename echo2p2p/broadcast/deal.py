@@ -1,0 +1,308 @@
+"""The source's decisions about one payload: to whom each chunk goes first, and what is repeated.
+
+Each chunk is dealt to one relay, which passes it on; so the source uploads the payload about once.
+Who gets the next chunk: the relay that would be through with it soonest, by what it still has to
+pass on and by its measured rate; relays that are equal in that take turns in proportion to their
+rates. A relay is measured by the announcements of others: whoever announces a chunk that was dealt
+to it got it, directly or not, through its uplink. So a slow or congested relay loses share at
+once, and a silent one keeps next to none.
+
+A chunk that no second peer announced in time, or whose relay left, is dealt to another. Requests
+are served when nobody else can, when the requester insists, or while the source's own uplink has
+copies to spare: S* = u_s T* / F of them (DESIGN.md §5; T* is the fluid bound).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from echo2p2p.broadcast.chunk_sets import ChunkSet
+from echo2p2p.broadcast.rates import BusyRate
+from echo2p2p.ids import PeerId
+
+RATE_ASSUMED_BYTES_PER_S: Final = 1024.0 * 1024.0
+"""Of a relay, before any relay was measured: an uplink of 8 Mbit/s."""
+
+RATE_FLOOR: Final = 0.25
+"""Share of the mean rate below which a relay's slowness buys it no more time."""
+
+REDEAL_MIN_S: Final = 1.0
+POLL_S: Final = 0.25
+LOOK_AHEAD_CHUNKS: Final = 32
+"""Of the chunks not yet dealt, how many are tried when the first suits none of the relays."""
+
+REFUSALS_MAX: Final = 16_384
+"""Refused requests that are remembered; beyond it everything is served."""
+
+
+class RelayRates:
+    """Measured uplinks of relays; outlives payloads."""
+
+    def __init__(self) -> None:
+        self._rates: dict[PeerId, BusyRate] = {}
+
+    def of(self, relay: PeerId) -> BusyRate:
+        """Return the relay's meter."""
+        return self._rates.setdefault(relay, BusyRate())
+
+    def forget(self, relay: PeerId) -> None:
+        """The relay left."""
+        self._rates.pop(relay, None)
+
+    def mean(self) -> float | None:
+        """Return the mean of the measured, bytes per second; ``None`` before the first."""
+        known = [rate.bytes_per_s for rate in self._rates.values() if rate.bytes_per_s is not None]
+        return sum(known) / len(known) if known else None
+
+    def estimate(self, relay: PeerId) -> float:
+        """Return bytes per second, above 0: measured, or the others' mean, or assumed."""
+        mean = self.mean() or RATE_ASSUMED_BYTES_PER_S
+        own = self.of(relay).bytes_per_s
+        return mean if own is None else max(own, mean / 1000)
+
+    def patient(self, relay: PeerId) -> float:
+        """Return the rate by which its lateness is judged, bytes per second."""
+        return max(self.estimate(relay), RATE_FLOOR * (self.mean() or RATE_ASSUMED_BYTES_PER_S))
+
+
+@dataclass(slots=True)
+class _Deal:
+    relay: PeerId
+    owed: int
+    """Copies that the relay still has to make."""
+    sent_s: float | None = None
+    """When it left; ``None`` while it waits for the link."""
+    spread: bool = False
+    """Whether a second holder was seen."""
+
+
+@dataclass(slots=True)
+class _Relay:
+    owed: int = 0
+    deals: int = 0
+    announced: ChunkSet = field(default_factory=lambda: ChunkSet(0))
+
+
+class Dealer:
+    """Of one payload, all of which the source holds.
+
+    Args:
+        count: Chunks, chunk 0 included. Chunk 0 is not dealt: everybody needs it first.
+        chunk_bytes: Of a whole chunk.
+        rates: Shared by all payloads.
+        push: Whether to deal at all; if not, requests are served only.
+        backlog_max_s: A relay with more than so much to pass on is dealt nothing while another
+            has less.
+    """
+
+    def __init__(
+        self, count: int, chunk_bytes: int, rates: RelayRates, *, push: bool, backlog_max_s: float
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._count = count
+        self._rates = rates
+        self._backlog_max_s = backlog_max_s
+        self._undealt = deque(range(1, count) if push else ())
+        self._deals: dict[int, _Deal] = {}
+        self._relays: dict[PeerId, _Relay] = {}
+        self._tried: dict[int, set[PeerId]] = {}
+        self._copies = [0] * count
+        self._announced = [0] * count
+        self._refused: set[tuple[PeerId, int]] = set()
+        self._next_check_s = float("inf")
+        self.copies_sent = 0
+        self.redealt = 0
+
+    # --- relays come and go -------------------------------------------------------------------
+
+    def relay_joined(self, relay: PeerId) -> None:
+        """``relay`` follows the payload."""
+        self._relays.setdefault(relay, _Relay(announced=ChunkSet(self._count)))
+
+    def relay_left(self, relay: PeerId, now: float) -> None:
+        """Its link is gone: what only it held is dealt again."""
+        gone = self._relays.pop(relay, None)
+        if gone is None:
+            return
+        for index in gone.announced:
+            self._announced[index] -= 1
+        for index, deal in list(self._deals.items()):
+            if deal.relay == relay:
+                del self._deals[index]
+                if not self._announced[index]:
+                    self._undealt.appendleft(index)
+                    self.redealt += 1
+            elif deal.owed > self._lacking(index, deal):
+                self._paid(index, deal, now)
+
+    def _lacking(self, index: int, deal: _Deal) -> int:
+        """Return how many relays could still be given a copy."""
+        states = (state for relay, state in self._relays.items() if relay != deal.relay)
+        return sum(index not in state.announced for state in states)
+
+    # --- dealing ------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a chunk to deal."""
+        return bool(self._undealt)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every chunk has left once."""
+        return not self._undealt and all(d.sent_s is not None for d in self._deals.values())
+
+    def deal(
+        self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet], fanout: int | None
+    ) -> tuple[PeerId, int] | None:
+        """Choose the next chunk and its relay.
+
+        Args:
+            candidates: Relays whose links have room.
+            known: What each follower holds or was sent.
+            fanout: Copies that a relay makes unasked; ``None``: one for everybody.
+
+        Returns:
+            What to send now, recorded as dealt; ``None`` if there is nothing to deal, or nobody
+            to whom it should go yet.
+        """
+        ready = self._with_short_backlog(candidates)
+        for _ in range(min(len(self._undealt), LOOK_AHEAD_CHUNKS)):
+            index = self._undealt[0]
+            tried = self._tried.get(index, set())
+            lacking = [r for r in self._relays if r not in tried and index not in known[r]]
+            if self._announced[index] or not lacking:
+                self._undealt.popleft()
+                continue
+            options = [relay for relay in ready if relay in lacking]
+            if not options:
+                self._undealt.rotate(-1)
+                continue
+            others = len(lacking) - 1
+            copies = others if fanout is None else min(others, fanout)
+            relay = min(options, key=lambda relay: self._expected(relay, copies))
+            self._undealt.popleft()
+            self._relays[relay].owed += copies
+            self._relays[relay].deals += 1
+            self._deals[index] = _Deal(relay, copies)
+            return relay, index
+        return None
+
+    def _with_short_backlog(self, candidates: Sequence[PeerId]) -> Sequence[PeerId]:
+        """Leave out relays that are behind, unless all relays are."""
+        short = {relay for relay in self._relays if self._backlog_s(relay) <= self._backlog_max_s}
+        return [relay for relay in candidates if relay in short] if short else candidates
+
+    def _backlog_s(self, relay: PeerId) -> float:
+        return self._relays[relay].owed * self._chunk_bytes / self._rates.estimate(relay)
+
+    def _expected(self, relay: PeerId, copies: int) -> tuple[float, float]:
+        rate = self._rates.estimate(relay)
+        state = self._relays[relay]
+        return (state.owed + copies) * self._chunk_bytes / rate, state.deals / rate
+
+    # --- what became of it --------------------------------------------------------------------
+
+    def sent(self, relay: PeerId, index: int, now: float) -> None:
+        """A copy has left, dealt or asked for."""
+        self._copies[index] += 1
+        self.copies_sent += 1
+        deal = self._deals.get(index)
+        if deal is None or deal.relay != relay or deal.sent_s is not None:
+            return
+        deal.sent_s = now
+        if deal.owed <= 0:
+            del self._deals[index]
+            return
+        self._rates.of(relay).start(now)
+        self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
+
+    def not_sent(self, relay: PeerId, index: int) -> None:
+        """What was dealt never left."""
+        deal = self._deals.get(index)
+        if deal is not None and deal.relay == relay:
+            self._settle(index, deal)
+            self._undealt.appendleft(index)
+
+    def announced(self, peer: PeerId, index: int, now: float) -> None:
+        """``peer`` says that it holds the chunk."""
+        state = self._relays.get(peer)
+        if state is None or not state.announced.add(index):
+            return
+        self._announced[index] += 1
+        deal = self._deals.get(index)
+        if deal is not None and deal.relay != peer:
+            deal.spread = True
+            self._rates.of(deal.relay).add(self._chunk_bytes, now)
+            self._paid(index, deal, now)
+
+    def _paid(self, index: int, deal: _Deal, now: float) -> None:
+        deal.owed -= 1
+        relay = self._relays[deal.relay]
+        relay.owed -= 1
+        if deal.owed <= 0 and deal.sent_s is not None:
+            del self._deals[index]
+        if relay.owed <= 0:
+            self._rates.of(deal.relay).stop(now)
+
+    def _settle(self, index: int, deal: _Deal) -> None:
+        del self._deals[index]
+        self._relays[deal.relay].owed -= deal.owed
+
+    def next_deadline(self) -> float:
+        """Return when `on_time` should be called."""
+        return self._next_check_s
+
+    def on_time(self, now: float) -> None:
+        """Take back what relays did not pass on in time."""
+        if now < self._next_check_s:
+            return
+        backlogs = {relay: state.owed for relay, state in self._relays.items()}
+        for index, deal in list(self._deals.items()):
+            if deal.sent_s is None:
+                continue
+            work_s = backlogs[deal.relay] * self._chunk_bytes / self._rates.patient(deal.relay)
+            if now - deal.sent_s <= max(REDEAL_MIN_S, 2 * work_s):
+                continue
+            self._settle(index, deal)
+            self._tried.setdefault(index, set()).add(deal.relay)
+            if not deal.spread:
+                self._rates.of(deal.relay).penalise()
+                self._undealt.appendleft(index)
+                self.redealt += 1
+        waiting = any(deal.sent_s is not None for deal in self._deals.values())
+        self._next_check_s = now + POLL_S if waiting else float("inf")
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def may_serve(self, peer: PeerId, index: int, source_rate: float | None) -> bool:
+        """Decide on a request; remembers a refusal, so that an insisting peer is served.
+
+        Args:
+            peer: Who asks.
+            index: What for.
+            source_rate: The source's own uplink in bytes per second, if measured.
+        """
+        state = self._relays.get(peer)
+        own = 1 if state and index in state.announced else 0
+        deal = self._deals.get(index)
+        elsewhere = self._announced[index] > own or (deal is not None and deal.relay != peer)
+        never = self._copies[index] == 0 and deal is None
+        spare = self.copies_sent < self.copies_wanted(source_rate) * self._count
+        if never or not elsewhere or spare or (peer, index) in self._refused:
+            self._refused.discard((peer, index))
+            return True
+        if len(self._refused) >= REFUSALS_MAX:
+            return True
+        self._refused.add((peer, index))
+        return False
+
+    def copies_wanted(self, source_rate: float | None) -> float:
+        """Return S*, how often the source should send the payload in all; 1 if not measured."""
+        if source_rate is None or self._rates.mean() is None or not self._relays:
+            return 1.0
+        uplinks = sum(self._rates.estimate(relay) for relay in self._relays)
+        return max(1.0, len(self._relays) * source_rate / (source_rate + uplinks))

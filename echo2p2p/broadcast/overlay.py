@@ -1,0 +1,138 @@
+"""Who keeps a link with whom: everybody in a small run, about sixteen each in a large one.
+
+Half of the links are drawn by capacity, so that chunks reach good uplinks early; half uniformly,
+so that the graph has no thin waist. The result is connected as far as it can be (two peers that
+cannot be dialled can never be linked), and no peer outside a full mesh has fewer than
+`MESH_NODES_MAX` links unless that rule forbids it: by its number of links a node knows whether
+it lives in a full mesh. Planned anew on each change of membership, but from the old links, which
+are kept: a link that exists costs nothing, a new one a handshake and an empty window.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Final
+
+from echo2p2p.broadcast.settings import MESH_NODES_MAX
+from echo2p2p.ids import PeerId
+
+DEGREE: Final = 16
+
+_ATTEMPTS: Final = 64
+"""Draws for one link before it is left out; unlucky draws hit old links or undialable pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A peer, as the planner sees it."""
+
+    peer_id: PeerId
+    capacity: float
+    """Uplink in bytes per second, or any measure in proportion to it; not negative."""
+    dialable: bool = True
+    """Whether others can open a connection to it."""
+
+
+Neighbours = dict[PeerId, tuple[PeerId, ...]]
+
+
+def plan_overlay(
+    members: Sequence[Member],
+    *,
+    degree: int = DEGREE,
+    rng: random.Random,
+    keep: Mapping[PeerId, AbstractSet[PeerId]] | None = None,
+) -> Neighbours:
+    """Return each member's neighbours, in ascending order; symmetric.
+
+    Args:
+        members: Distinct.
+        degree: Links that each should have at least; about so many are the rule.
+        rng: Decides the draws.
+        keep: Links of the plan before; kept unless a member has twice its share.
+    """
+    graph = _Graph(members)
+    if len(members) <= MESH_NODES_MAX:
+        for place, one in enumerate(members):
+            for other in members[place + 1 :]:
+                graph.link(one, other)
+        return graph.neighbours()
+    for one in members if keep else ():
+        for other_id in sorted((keep or {}).get(one.peer_id, ())):
+            kept = graph.members.get(other_id)
+            if kept is not None and max(graph.degree(one), graph.degree(kept)) < 2 * degree:
+                graph.link(one, kept)
+    _draw(graph, members, degree, rng)
+    _connect(graph, members, rng)
+    return graph.neighbours()
+
+
+class _Graph:
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = {member.peer_id: member for member in members}
+        self._links: dict[PeerId, set[PeerId]] = {member.peer_id: set() for member in members}
+
+    def degree(self, member: Member) -> int:
+        return len(self._links[member.peer_id])
+
+    def link(self, one: Member, other: Member) -> bool:
+        """Link the two if that is possible and new."""
+        if one.peer_id == other.peer_id or not (one.dialable or other.dialable):
+            return False
+        if other.peer_id in self._links[one.peer_id]:
+            return False
+        self._links[one.peer_id].add(other.peer_id)
+        self._links[other.peer_id].add(one.peer_id)
+        return True
+
+    def parts(self) -> list[set[PeerId]]:
+        """Return the connected components."""
+        parts, seen = [], set[PeerId]()
+        for start in self._links:
+            if start in seen:
+                continue
+            part, front = {start}, [start]
+            while front:
+                for neighbour in sorted(self._links[front.pop()] - part):
+                    part.add(neighbour)
+                    front.append(neighbour)
+            seen |= part
+            parts.append(part)
+        return parts
+
+    def neighbours(self) -> Neighbours:
+        return {peer_id: tuple(sorted(links)) for peer_id, links in self._links.items()}
+
+
+def _draw(graph: _Graph, members: Sequence[Member], degree: int, rng: random.Random) -> None:
+    """Give every member its share: alternately by capacity and uniformly among the short ones."""
+    heavy = [max(member.capacity, 0.0) for member in members]
+    weights = heavy if sum(heavy) > 0 else [1.0] * len(members)
+    for member in rng.sample(list(members), len(members)):
+        for attempt in range(_ATTEMPTS * degree):
+            if graph.degree(member) >= degree:
+                break
+            if attempt % 2 == 0:
+                other = rng.choices(members, weights)[0]
+                if graph.degree(other) >= 2 * degree:
+                    continue
+            else:
+                pair = rng.choice(members), rng.choice(members)
+                other = min(pair, key=graph.degree)
+            graph.link(member, other)
+
+
+def _connect(graph: _Graph, members: Sequence[Member], rng: random.Random) -> None:
+    """Join parts that the draws left apart, as far as a dialable member allows."""
+    parts = graph.parts()
+    for part in parts[1:]:
+        ones = [member for member in members if member.peer_id in part]
+        others = [member for member in members if member.peer_id in parts[0]]
+        one = rng.choice([member for member in ones if member.dialable] or ones)
+        if not one.dialable:
+            others = [member for member in others if member.dialable]
+        if others and graph.link(one, rng.choice(others)):
+            parts[0] |= part

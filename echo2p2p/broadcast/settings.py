@@ -1,0 +1,70 @@
+"""The knobs of the broadcast core, with the reasons for their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+MESH_NODES_MAX: Final = 16
+"""Up to so many peers everybody is linked to everybody."""
+
+HAVE_INDICES_MAX: Final = 16_384
+"""Indices in one `Have`: 64 KiB, so that announcements of a big anchor leave room for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmSettings:
+    """Tuning; the same for all nodes of a run, though nothing breaks when it is not."""
+
+    push_fanout: int = 2
+    """Neighbours to whom a chunk is pushed on, outside a full mesh."""
+
+    have_batch_s: float = 0.02
+    """Announcements wait so long for company."""
+
+    pull_grace_s: float = 0.5
+    """In a full mesh: from the first announcement of a chunk until it is asked for. The relay that
+    was dealt it is pushing it to us already; asking another would double it."""
+
+    overlay_grace_s: float = 0.05
+    """The same outside a full mesh, where most chunks must be pulled."""
+
+    source_grace_s: float = 1.0
+    """So much longer before the source is asked for what another peer holds too."""
+
+    deadline_min_s: float = 1.0
+    """Shortest time for a requested chunk to come."""
+
+    patience_min_s: float = 0.25
+    """Shortest time before, in the endgame, a second holder is asked."""
+
+    snub_s: float = 5.0
+    """No requests to a link that missed two deadlines in a row."""
+
+    misses_max: int = 5
+    """Deadlines missed in a row before a link is given up."""
+
+    retry_s: float = 1.0
+    """Before a link that was busy with a chunk is asked for it again."""
+
+    window_first_bytes: int = 256 * 1024
+    """Requested of a link before its rate is known."""
+
+    window_chunks_max: int = 64
+
+    slack_s: float = 0.1
+    """Added to the round trip when a window is sized: the sender's queue must not run dry."""
+
+    send_window_chunks: int = 2
+    """Chunks handed to a link's writer: one on its way, one behind it. More would only wait where
+    nobody can cancel them."""
+
+    queue_chunks_max: int = 256
+    """Chunks that wait for one link; what does not fit is announced instead of pushed, and a
+    request is rejected as busy."""
+
+    backlog_max_s: float = 1.0
+    """A relay that needs longer than this to pass on what it was dealt is dealt nothing more."""
+
+    wants_early_max: int = 128
+    """Wants of transfers that we do not know yet, remembered for one link."""

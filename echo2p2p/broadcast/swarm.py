@@ -1,0 +1,590 @@
+"""One node of the broadcast: frames and stored chunks in, effects out. Sans-IO.
+
+Deal, push, pull (DESIGN.md §5). The source deals each chunk to one relay (`deal`); a relay pushes
+what it was dealt to its neighbours, everybody in a full mesh, two otherwise; whatever does not
+come by itself is announced (HAVE) and pulled (`picker`). A chunk that came from a peer is not
+pushed on in a mesh, because its relay pushes it to everybody. Anchors are pulled only.
+
+Only verified chunks are announced or sent. An offer precedes the first chunk of a payload on each
+link, and nobody is sent chunks of a payload without having said WANT. All queues have bounds.
+No tit-for-tat: all peers serve one run. Peers that lie are the shell's to remove; this core only
+gives up links that promise and do not deliver.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from echo2p2p.broadcast.chunk_sets import ChunkSet
+from echo2p2p.broadcast.deal import Dealer, RelayRates
+from echo2p2p.broadcast.effects import (
+    CloseLink,
+    Effect,
+    SendCancel,
+    SendChunk,
+    SendHave,
+    SendOffer,
+    SendReject,
+    SendRequest,
+    SendWant,
+)
+from echo2p2p.broadcast.outbox import Outbox
+from echo2p2p.broadcast.picker import Pick, Picker
+from echo2p2p.broadcast.rates import BusyRate
+from echo2p2p.broadcast.settings import HAVE_INDICES_MAX, MESH_NODES_MAX, SwarmSettings
+from echo2p2p.errors import RemoteProtocolError, Violation
+from echo2p2p.ids import ManifestId, PeerId
+
+CROSSING_S: Final = 1.0
+"""A request for a chunk that left us so recently has crossed it on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmStatistics:
+    """Counters since the start."""
+
+    duplicate_bytes: int
+    """Received though held, or though on its way to being verified."""
+    unknown_bytes: int
+    """Received of payloads that are not followed."""
+    chunks_pushed: int
+    """Queued unasked."""
+    chunks_requested: int
+    chunks_redealt: int
+
+
+@dataclass(slots=True)
+class _View:
+    """What we know of one payload at the other end of one link."""
+
+    held: ChunkSet
+    """Announced by it."""
+    known: ChunkSet
+    """Announced by it, or sent to it."""
+    wants: bool = False
+    offered: bool = False
+    """The manifest has crossed the link, either way."""
+    told: bool = False
+    """We have said WANT."""
+
+
+@dataclass(slots=True)
+class _Link:
+    is_source: bool
+    outbox: Outbox
+    offers_early: dict[ManifestId, None] = field(default_factory=dict)
+    wants_early: dict[ManifestId, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    manifest_id: ManifestId
+    count: int
+    chunk_bytes: int
+    push: bool
+    wanted: bool
+    held: ChunkSet
+    dealer: Dealer | None
+    dealing: bool
+    """The source has not announced what it holds yet."""
+    views: dict[PeerId, _View] = field(default_factory=dict)
+    known: dict[PeerId, ChunkSet] = field(default_factory=dict)
+    """`_View.known` of those that said WANT."""
+    fresh: list[int] = field(default_factory=list)
+    """Stored since the last announcement."""
+    origins: dict[int, tuple[PeerId, bool]] = field(default_factory=dict)
+    """Of chunks that arrived and are not stored: the sender, and whether it came unasked."""
+
+    def view(self, link: PeerId) -> _View:
+        view = self.views.get(link)
+        if view is None:
+            view = self.views[link] = _View(ChunkSet(self.count), ChunkSet(self.count))
+        return view
+
+
+class Swarm:
+    """Of one node.
+
+    Args:
+        is_source: Whether this is the coordinator's own relay.
+        rng: Decides among equals.
+        settings: Tuning.
+
+    Every call returns the effects that are due, in order. ``now`` is seconds, monotonic. A call
+    about a link that is not open is our own bug; one about an unknown payload is not.
+    """
+
+    def __init__(
+        self, *, is_source: bool, rng: random.Random, settings: SwarmSettings | None = None
+    ) -> None:
+        self._is_source = is_source
+        self._rng = rng
+        self._settings = settings or SwarmSettings()
+        self._planned: int | None = None
+        self._links: dict[PeerId, _Link] = {}
+        self._transfers: dict[ManifestId, _Transfer] = {}
+        self._picker = Picker(rng, self._settings)
+        self._rates = RelayRates()
+        self._uplink = BusyRate()
+        self._writing = 0
+        self._flush_s = math.inf
+        self._effects: list[Effect] = []
+        self._duplicate_bytes = self._unknown_bytes = 0
+        self._pushed = self._requested = self._redealt = 0
+
+    # --- links --------------------------------------------------------------------------------
+
+    def set_neighbours_planned(self, count: int) -> None:
+        """Say how many peers this node should be linked to, the source not counted."""
+        self._planned = count
+
+    @property
+    def _mesh(self) -> bool:
+        """Whether everybody is linked to everybody, as far as this node can tell."""
+        peers = sum(not state.is_source for state in self._links.values())
+        if self._is_source:
+            return peers <= MESH_NODES_MAX
+        return (peers if self._planned is None else self._planned) < MESH_NODES_MAX
+
+    def link_opened(
+        self, link: PeerId, *, is_source: bool, rtt_s: float, now: float
+    ) -> list[Effect]:
+        """An authenticated link is there."""
+        del now
+        settings = self._settings
+        outbox = Outbox(settings.send_window_chunks, settings.queue_chunks_max)
+        self._links[link] = _Link(is_source, outbox)
+        self._picker.link_opened(link, is_source=is_source, rtt_s=rtt_s)
+        for transfer in self._transfers.values():
+            self._introduce(transfer, link)
+        return self._take()
+
+    def link_closed(self, link: PeerId, now: float) -> list[Effect]:
+        """The link is gone; what was on its way either way is lost."""
+        gone = self._links.pop(link)
+        self._writing -= gone.outbox.writing
+        self._picker.link_closed(link)
+        self._rates.forget(link)
+        for transfer in self._transfers.values():
+            transfer.views.pop(link, None)
+            transfer.known.pop(link, None)
+            if transfer.dealer:
+                transfer.dealer.relay_left(link, now)
+        self._plan(now)
+        self._pump(self._links, now)
+        return self._take()
+
+    # --- payloads -----------------------------------------------------------------------------
+
+    def add_transfer(
+        self,
+        manifest_id: ManifestId,
+        *,
+        count: int,
+        chunk_bytes: int,
+        held: Collection[int],
+        push: bool,
+        now: float,
+    ) -> list[Effect]:
+        """Hold, or follow, a payload. Adding it again changes nothing.
+
+        Args:
+            manifest_id: Its name.
+            count: Chunks, chunk 0 included.
+            chunk_bytes: Of a whole chunk.
+            held: Verified chunks; the rest is wanted. The source must hold all.
+            push: Deal it and push it on (deltas); otherwise it is pulled only (anchors).
+            now: Seconds.
+        """
+        if manifest_id in self._transfers:
+            return []
+        chunks = ChunkSet(count, held)
+        assert chunks.complete or not self._is_source
+        dealer = None
+        if self._is_source:
+            backlog_max_s = self._settings.backlog_max_s
+            dealer = Dealer(count, chunk_bytes, self._rates, push=push, backlog_max_s=backlog_max_s)
+        transfer = self._transfers[manifest_id] = _Transfer(
+            manifest_id,
+            count,
+            chunk_bytes,
+            push=push,
+            wanted=not chunks.complete,
+            held=chunks,
+            dealer=dealer,
+            dealing=dealer is not None and push,
+        )
+        if transfer.wanted:
+            missing = ChunkSet(count, (index for index in range(count) if index not in chunks))
+            self._picker.follow(manifest_id, missing=missing, chunk_bytes=chunk_bytes, live=push)
+        for link, state in self._links.items():
+            if manifest_id in state.offers_early:
+                del state.offers_early[manifest_id]
+                transfer.view(link).offered = True
+            self._introduce(transfer, link)
+            if manifest_id in state.wants_early:
+                del state.wants_early[manifest_id]
+                self._follower(transfer, link, now)
+        self._pump(self._links, now)
+        return self._take()
+
+    def drop_transfer(self, manifest_id: ManifestId, now: float) -> list[Effect]:
+        """Forget a payload; what is asked of us about it from now on is rejected."""
+        if self._transfers.pop(manifest_id, None) is not None:
+            self._cancel(self._picker.drop(manifest_id, now))
+            for state in self._links.values():
+                state.outbox.drop(manifest_id)
+        return self._take()
+
+    # --- frames -------------------------------------------------------------------------------
+
+    def receive_offer(self, link: PeerId, manifest_id: ManifestId) -> None:
+        """The other side has shown a manifest that is (or may soon be) a payload of ours."""
+        transfer = self._transfers.get(manifest_id)
+        if transfer is not None:
+            transfer.view(link).offered = True
+        else:
+            self._remember(self._links[link].offers_early, manifest_id)
+
+    def receive_want(self, link: PeerId, manifest_id: ManifestId, now: float) -> list[Effect]:
+        """The other side follows a payload."""
+        transfer = self._transfers.get(manifest_id)
+        if transfer is None:
+            self._remember(self._links[link].wants_early, manifest_id)
+        elif not transfer.view(link).wants:
+            self._follower(transfer, link, now)
+            self._pump(self._links, now)
+        return self._take()
+
+    def receive_have(
+        self, link: PeerId, manifest_id: ManifestId, indices: Sequence[int], now: float
+    ) -> list[Effect]:
+        """The other side holds chunks.
+
+        Raises:
+            RemoteProtocolError: Not ascending, or no such chunk.
+        """
+        transfer = self._transfers.get(manifest_id)
+        if transfer is None:
+            return []
+        if any(after <= before for before, after in itertools.pairwise(indices)):
+            raise RemoteProtocolError(Violation.MALFORMED, "announcement is not ascending")
+        if indices:
+            _check_index(transfer, indices[-1])
+        view, outbox = transfer.view(link), self._links[link].outbox
+        for index in indices:
+            view.held.add(index)
+            view.known.add(index)
+            outbox.cancel((manifest_id, index))
+            if transfer.dealer:
+                transfer.dealer.announced(link, index, now)
+        grace_s = 0.0
+        if transfer.push:
+            settings = self._settings
+            grace_s = settings.pull_grace_s if self._mesh else settings.overlay_grace_s
+        self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
+        if not grace_s:
+            self._plan(now, [link])
+        self._pump([link], now)
+        return self._take()
+
+    def receive_request(
+        self, link: PeerId, manifest_id: ManifestId, index: int, now: float
+    ) -> list[Effect]:
+        """The other side asks for a chunk.
+
+        Raises:
+            RemoteProtocolError: No such chunk.
+        """
+        transfer = self._transfers.get(manifest_id)
+        if transfer is None:
+            self._effects.append(SendReject(link, manifest_id, index, "unknown"))
+            return self._take()
+        _check_index(transfer, index)
+        outbox, key = self._links[link].outbox, (manifest_id, index)
+        if not outbox.holds(key) and not outbox.sent_since(key, now - CROSSING_S):
+            refusal = self._refusal(transfer, link, index)
+            if refusal is None and outbox.queue(key, live=transfer.push):
+                self._pump([link], now)
+            else:
+                self._effects.append(SendReject(link, manifest_id, index, refusal or "busy"))
+        return self._take()
+
+    def receive_reject(
+        self, link: PeerId, manifest_id: ManifestId, index: int, reason: str, now: float
+    ) -> list[Effect]:
+        """The other side will not send a chunk.
+
+        Raises:
+            RemoteProtocolError: No such chunk.
+        """
+        transfer = self._transfers.get(manifest_id)
+        if transfer is not None:
+            _check_index(transfer, index)
+            self._picker.rejected(link, manifest_id, index, reason, now)
+            self._plan(now)
+        return self._take()
+
+    def receive_cancel(self, link: PeerId, manifest_id: ManifestId, index: int) -> None:
+        """The other side no longer needs a chunk."""
+        self._links[link].outbox.cancel((manifest_id, index))
+
+    # --- chunks -------------------------------------------------------------------------------
+
+    def chunk_arrived(
+        self, link: PeerId, manifest_id: ManifestId, index: int, size: int, now: float
+    ) -> list[Effect]:
+        """A chunk came in and is not verified yet; `chunks_stored` or `chunk_lost` must follow.
+
+        Raises:
+            RemoteProtocolError: No such chunk.
+        """
+        transfer = self._transfers.get(manifest_id)
+        if transfer is None:
+            self._unknown_bytes += size
+            return []
+        _check_index(transfer, index)
+        if index in transfer.held or index in transfer.origins:
+            self._duplicate_bytes += size
+        asked, cancels = self._picker.arrived(link, manifest_id, index, size, now)
+        if index not in transfer.held:
+            transfer.origins.setdefault(index, (link, not asked))
+        view = transfer.view(link)
+        view.held.add(index)
+        view.known.add(index)
+        self._links[link].outbox.cancel((manifest_id, index))
+        self._cancel(cancels)
+        self._plan(now, [link, *(pick.link for pick in cancels)])
+        return self._take()
+
+    def chunks_stored(
+        self, manifest_id: ManifestId, indices: Iterable[int], now: float
+    ) -> list[Effect]:
+        """Chunks are verified and held, wherever they came from."""
+        transfer = self._transfers.get(manifest_id)
+        if transfer is None:
+            return []
+        new = [index for index in indices if transfer.held.add(index)]
+        for index in new:
+            self._cancel(self._picker.stored(manifest_id, index, now))
+            self._push_on(transfer, index, transfer.origins.pop(index, None))
+        if new:
+            transfer.fresh += new
+            self._flush_s = min(self._flush_s, now + self._settings.have_batch_s)
+        if 0 in new:
+            for index in list(transfer.origins):  # what had waited for the index and was wrong
+                self._lose(transfer, index)
+            self._plan(now)
+        self._pump(self._links, now)
+        return self._take()
+
+    def chunk_lost(self, manifest_id: ManifestId, index: int, now: float) -> list[Effect]:
+        """A chunk that arrived was wrong, or could not be kept."""
+        transfer = self._transfers.get(manifest_id)
+        if transfer is not None and index not in transfer.held:
+            self._lose(transfer, index)
+            self._plan(now)
+        return self._take()
+
+    def chunk_sent(
+        self, link: PeerId, manifest_id: ManifestId, index: int, now: float, *, sent: bool = True
+    ) -> list[Effect]:
+        """The writer is through with a `SendChunk`; ``sent`` is false if it had to skip it."""
+        outbox = self._links[link].outbox
+        outbox.written((manifest_id, index), now)
+        self._writing -= 1
+        transfer = self._transfers.get(manifest_id)
+        if transfer is not None:
+            if sent:
+                self._uplink.add(transfer.chunk_bytes, now)
+                transfer.view(link).known.add(index)
+            if transfer.dealer and sent:
+                transfer.dealer.sent(link, index, now)
+            elif transfer.dealer:
+                transfer.dealer.not_sent(link, index)
+        self._pump([link], now)
+        if not self._writing:
+            self._uplink.stop(now)
+        return self._take()
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float:
+        """Return when `on_time` must be called; infinity if nothing is due."""
+        dealers = (each.dealer.next_deadline() for each in self._transfers.values() if each.dealer)
+        return min(self._flush_s, self._picker.next_deadline(), *dealers, math.inf)
+
+    def on_time(self, now: float) -> list[Effect]:
+        """Announce, ask, and take back what is due."""
+        if now >= self._flush_s:
+            self._flush()
+        overdue = self._picker.on_time(now)
+        self._cancel(overdue.cancels)
+        for link in overdue.hopeless:
+            self._effects.append(CloseLink(link, "promised chunks and sent none"))
+        for transfer in self._transfers.values():
+            if transfer.dealer:
+                before = transfer.dealer.redealt
+                transfer.dealer.on_time(now)
+                self._redealt += transfer.dealer.redealt - before
+        self._plan(now)
+        self._pump(self._links, now)
+        return self._take()
+
+    def statistics(self) -> SwarmStatistics:
+        """Return the counters."""
+        return SwarmStatistics(
+            self._duplicate_bytes,
+            self._unknown_bytes,
+            self._pushed,
+            self._requested,
+            self._redealt,
+        )
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _take(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _remember(self, early: dict[ManifestId, None], manifest_id: ManifestId) -> None:
+        early[manifest_id] = None
+        if len(early) > self._settings.wants_early_max:
+            del early[next(iter(early))]
+
+    def _introduce(self, transfer: _Transfer, link: PeerId) -> None:
+        """Make the payload known on a link, and ask to be told."""
+        view = transfer.view(link)
+        if not view.offered:
+            view.offered = True
+            self._effects.append(SendOffer(link, transfer.manifest_id))
+        if not view.told and (self._is_source or not transfer.held.complete):
+            view.told = True
+            self._effects.append(SendWant(link, transfer.manifest_id))
+
+    def _follower(self, transfer: _Transfer, link: PeerId, now: float) -> None:
+        """``link`` wants the payload: count it in, and tell it what there is."""
+        view = transfer.view(link)
+        view.wants = True
+        transfer.known[link] = view.known
+        if transfer.dealer:
+            transfer.dealer.relay_joined(link)
+            for index in view.held:
+                transfer.dealer.announced(link, index, now)
+        if not transfer.dealing:
+            self._announce(transfer, link, transfer.held)
+        elif 0 not in view.known and len(transfer.known) <= MESH_NODES_MAX:
+            self._links[link].outbox.queue((transfer.manifest_id, 0), live=True)
+
+    def _announce(self, transfer: _Transfer, link: PeerId, indices: Iterable[int]) -> None:
+        view = transfer.view(link)
+        if view.held.complete and not self._links[link].is_source:
+            return
+        new = [index for index in indices if index not in view.known]
+        for start in range(0, len(new), HAVE_INDICES_MAX):
+            part = tuple(new[start : start + HAVE_INDICES_MAX])
+            self._effects.append(SendHave(link, transfer.manifest_id, part))
+
+    def _flush(self) -> None:
+        self._flush_s = math.inf
+        for transfer in self._transfers.values():
+            if transfer.fresh:
+                fresh, transfer.fresh = sorted(transfer.fresh), []
+                for link in transfer.known:
+                    self._announce(transfer, link, fresh)
+
+    def _refusal(
+        self, transfer: _Transfer, link: PeerId, index: int
+    ) -> Literal["not_held", "busy"] | None:
+        if index not in transfer.held:
+            return "not_held"
+        dealer = transfer.dealer
+        if dealer and not dealer.may_serve(link, index, self._uplink.bytes_per_s):
+            return "busy"
+        return None
+
+    def _lose(self, transfer: _Transfer, index: int) -> None:
+        transfer.origins.pop(index, None)
+        self._picker.lost(transfer.manifest_id, index)
+
+    def _push_on(self, transfer: _Transfer, index: int, origin: tuple[PeerId, bool] | None) -> None:
+        """Queue a chunk that came unasked for the neighbours who should get it from us."""
+        if origin is None or not origin[1] or not transfer.push:
+            return
+        sender = self._links.get(origin[0])
+        first_hand = sender is not None and sender.is_source
+        key = (transfer.manifest_id, index)
+        targets = [
+            link
+            for link, known in transfer.known.items()
+            if index not in known and not self._links[link].is_source
+        ]
+        if not self._mesh:
+            young = not any(
+                index in view.held for link, view in transfer.views.items() if link != origin[0]
+            )
+            if not (first_hand or young):
+                return
+            targets.sort(key=lambda link: (len(self._links[link].outbox), self._rng.random()))
+            targets = targets[: self._settings.push_fanout]
+        elif not first_hand:
+            return
+        for link in targets:
+            outbox = self._links[link].outbox
+            if not outbox.holds(key) and outbox.queue(key, live=True):
+                self._pushed += 1
+
+    def _plan(self, now: float, links: Iterable[PeerId] | None = None) -> None:
+        for pick in self._picker.plan(now, links):
+            self._requested += 1
+            self._effects.append(SendRequest(pick.link, pick.manifest_id, pick.index))
+
+    def _cancel(self, picks: Iterable[Pick]) -> None:
+        self._effects += [SendCancel(pick.link, pick.manifest_id, pick.index) for pick in picks]
+
+    def _pump(self, links: Iterable[PeerId], now: float) -> None:
+        """Hand chunks to the writers that have room: live ones, then new deals, then bulk."""
+        links = list(links)
+        for live in (True, False):
+            for link in links:
+                outbox = self._links[link].outbox
+                while (key := outbox.next(live=live)) is not None:
+                    self._send(link, key, now)
+            if live and self._is_source:
+                for transfer in self._transfers.values():
+                    if transfer.push:
+                        self._deal(transfer, now)
+
+    def _deal(self, transfer: _Transfer, now: float) -> None:
+        dealer = transfer.dealer
+        if dealer is None or not transfer.known or not (transfer.dealing or dealer.waiting):
+            return
+        fanout = None if self._mesh else self._settings.push_fanout
+        while True:
+            candidates = [link for link in transfer.known if self._links[link].outbox.has_room]
+            dealt = dealer.deal(candidates, transfer.known, fanout) if candidates else None
+            if dealt is None:
+                break
+            link, index = dealt
+            key = (transfer.manifest_id, index)
+            self._links[link].outbox.write(key)
+            self._send(link, key, now)
+        if transfer.dealing and dealer.finished:
+            transfer.dealing = False
+            for link in transfer.known:
+                self._announce(transfer, link, transfer.held)
+
+    def _send(self, link: PeerId, key: tuple[ManifestId, int], now: float) -> None:
+        self._writing += 1
+        self._uplink.start(now)
+        self._effects.append(SendChunk(link, *key))
+
+
+def _check_index(transfer: _Transfer, index: int) -> None:
+    if index >= transfer.count:
+        raise RemoteProtocolError(Violation.MALFORMED, f"chunk {index} of {transfer.count}")

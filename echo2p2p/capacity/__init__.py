@@ -1,0 +1,1 @@
+"""Can the fleet feed the learner, and at what price. Sans-IO."""

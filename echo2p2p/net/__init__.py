@@ -1,0 +1,1 @@
+"""The shells: the ports and their real forms (trio, aiohttp, SQLite, TLS, processes)."""

@@ -1,0 +1,343 @@
+"""The HTTP server: aiohttp parses, a trio task answers.
+
+Refused before it costs memory: bodies longer than their route allows, more bodies at once than
+`HttpLimits` has room for, connections beyond a number, clients that send or read too slowly. What
+arrives compressed is not inflated.
+"""
+
+# ruff: noqa: TID251 - this package is where asyncio and aiohttp live
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import logging
+import socket
+import ssl
+import traceback
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+import trio
+from aiohttp import web
+
+from echo2p2p.errors import ConfigError
+from echo2p2p.limits import KIB, MIB
+from echo2p2p.net import routing, tls
+from echo2p2p.net.aio.thread import AioThread
+from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsServer
+
+REQUEST_REFUSED: Final = "http.request_refused"
+
+HANDSHAKE_S: Final = 10.0
+"""A TLS handshake takes three packets; connections in it are not counted yet."""
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """What a server puts up with."""
+
+    connections_max: int = 1000
+    """More are cut at once; below the usual limit of 1024 open files."""
+    bodies_bytes_max: int = 512 * MIB
+    """Bodies in memory at once, of all requests; beyond that 503."""
+    idle_s: float = 30.0
+    """A connection on which no whole request head arrives for this long is closed; clients of ours
+    let go after 15 s, so that they never use a connection that is being closed."""
+    transfer_s: float = 30.0
+    """A body, or an answer, may take this long plus its length at ``transfer_bytes_per_s_min``."""
+    transfer_bytes_per_s_min: float = 16.0 * KIB
+    close_s: float = 1.0
+    """Time for answers under way when the server closes."""
+
+
+class _BodyTooLongError(Exception):
+    """The client sent more than its route takes."""
+
+
+class _LimitedServer(web.Server):
+    """aiohttp's server has no limit on connections."""
+
+    connections_max: int
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:  # noqa: ANN401
+        """Take the connection, or cut it."""
+        super().connection_made(handler, transport)
+        if len(self.connections) > self.connections_max:
+            transport.abort()
+
+
+class _ComplaintHandler(logging.Handler):
+    """What aiohttp has to say (requests that are no HTTP, mostly) becomes an event."""
+
+    def __init__(self, aio: AioThread, journal: Journal) -> None:
+        super().__init__(logging.WARNING)
+        self._aio = aio
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass it on."""
+        cause = record.getMessage()
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            cause += f": {' '.join(str(record.exc_info[1]).split())[:200]}"
+        self._aio.tell_trio(lambda: self._journal.event(REQUEST_REFUSED, cause=cause))
+
+
+class _Exchange:
+    """One request on its way to a trio task and back."""
+
+    def __init__(self, route: Route, request: Request, answer: asyncio.Future[Response]) -> None:
+        self.route = route
+        self.request = request
+        self.answer = answer
+        self.scope = trio.CancelScope()
+
+    def resolve(self, response: Response) -> None:
+        """In the loop's thread: answer, unless the client has gone."""
+        if not self.answer.done():
+            self.answer.set_result(response)
+
+
+class _Serving:
+    """One listening socket, its connections, and the nursery of its handlers."""
+
+    def __init__(
+        self, aio: AioThread, router: routing.Router, journal: Journal, limits: HttpLimits
+    ) -> None:
+        self._aio = aio
+        self._router = router
+        self._journal = journal
+        self._limits = limits
+        self._bodies_bytes = 0
+        self._web: _LimitedServer | None = None
+        self._server: asyncio.Server | None = None
+        self.nursery: trio.Nursery | None = None
+        """Set while handlers may be started."""
+
+    async def bind(self, endpoint: Endpoint, context: ssl.SSLContext | None) -> Endpoint:
+        """Take the address; connections are accepted only after `accept`."""
+        # Not from the global tree: it belongs to this server and its journal alone.
+        logger = logging.Logger("echo2p2p.http")  # noqa: LOG001
+        logger.addHandler(_ComplaintHandler(self._aio, self._journal))
+        self._web = _LimitedServer(
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            logger=logger,
+            keepalive_timeout=self._limits.idle_s,
+            lingering_time=self._limits.close_s,
+            auto_decompress=False,
+        )
+        self._web.connections_max = self._limits.connections_max
+        try:
+            self._server = await self._aio.loop.create_server(
+                self._web,
+                endpoint.host,
+                endpoint.port,
+                ssl=context,
+                backlog=512,
+                start_serving=False,
+                ssl_handshake_timeout=None if context is None else HANDSHAKE_S,
+                ssl_shutdown_timeout=None if context is None else self._limits.close_s,
+            )
+        except OSError as error:
+            raise _bind_error(endpoint, error) from error
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return Endpoint(host, port)
+
+    async def accept(self) -> None:
+        """Accept connections."""
+        assert self._server is not None
+        await self._server.start_serving()
+
+    async def close(self) -> None:
+        """Stop accepting, let answers under way out for a moment, cut what is left."""
+        if self._server is not None:
+            self._server.close()
+        if self._web is not None:
+            await asyncio.sleep(0)
+            transports = [connection.transport for connection in self._web.connections]
+            self._web.pre_shutdown()
+            await self._web.shutdown(self._limits.close_s)
+            for transport in transports:
+                if transport is not None:
+                    transport.abort()
+            # Twice round the loop: `abort` closes in the next round, TLS in the one after.
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        found = self._router.find(request.method, request.path)
+        if isinstance(found, Response):
+            return await self._send(request, found)
+        allowed = found.route.body_bytes_max
+        wanted = request.content_length
+        if wanted is None:
+            wanted = allowed if request.can_read_body else 0
+        elif wanted > allowed:
+            return await self._send(request, routing.body_too_long(found.route))
+        if self._bodies_bytes + wanted > self._limits.bodies_bytes_max:
+            detail = "too many bodies at once: send it again later"
+            busy = routing.refusal(503, routing.REASON_BUSY, detail, retry_after_s=2.0)
+            return await self._send(request, busy)
+        self._bodies_bytes += wanted
+        try:
+            return await self._send(request, await self._answer(request, found))
+        finally:
+            self._bodies_bytes -= wanted
+
+    async def _answer(self, request: web.BaseRequest, found: routing.Match) -> Response:
+        route = found.route
+        try:
+            body = await self._read(request, route.body_bytes_max)
+        except _BodyTooLongError:
+            return routing.body_too_long(route)
+        except TimeoutError:
+            detail = "the body came too slowly: send less at a time"
+            return routing.refusal(408, routing.REASON_BODY_TOO_SLOW, detail, retry_after_s=1.0)
+        except aiohttp.ClientError as error:
+            raise ConnectionResetError("the body broke off") from error
+        ssl_object = request.get_extra_info("ssl_object")
+        exchange = _Exchange(
+            route,
+            Request(
+                method=request.method,
+                path=request.path,
+                query={**request.query, **found.parts},
+                headers={name.lower(): value for name, value in request.headers.items()},
+                body=body,
+                client=request.remote or "",
+                client_certificate=None if ssl_object is None else ssl_object.getpeercert(True),
+            ),
+            self._aio.loop.create_future(),
+        )
+        self._aio.tell_trio(functools.partial(self._start, exchange))
+        try:
+            return await exchange.answer
+        except asyncio.CancelledError:
+            self._aio.tell_trio(exchange.scope.cancel)
+            raise
+
+    async def _read(self, request: web.BaseRequest, allowed: int) -> bytes:
+        if not request.can_read_body:
+            return b""
+        begun = self._aio.loop.time()
+        body = bytearray()
+        async with asyncio.timeout(self._limits.transfer_s) as patience:
+            while chunk := await request.content.readany():
+                body += chunk
+                if len(body) > allowed:
+                    raise _BodyTooLongError
+                patience.reschedule(begun + self._transfer_s(len(body)))
+        return bytes(body)
+
+    async def _send(self, request: web.BaseRequest, answer: Response) -> web.StreamResponse:
+        response = web.Response(
+            status=answer.status,
+            body=answer.body,
+            headers={**answer.headers, "Content-Type": answer.content_type},
+        )
+        if not request.content.is_eof():
+            response.force_close()
+        try:
+            async with asyncio.timeout(self._transfer_s(len(answer.body))):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError as error:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionAbortedError("the client reads too slowly") from error
+        return response
+
+    def _transfer_s(self, length: int) -> float:
+        return self._limits.transfer_s + length / self._limits.transfer_bytes_per_s_min
+
+    def _start(self, exchange: _Exchange) -> None:
+        """In trio's thread: start the handler."""
+        if self.nursery is None:
+            self._finish(exchange, routing.closing())
+        else:
+            self.nursery.start_soon(self._run_handler, exchange, name=exchange.route.path)
+
+    async def _run_handler(self, exchange: _Exchange) -> None:
+        response = routing.closing()
+        try:
+            with exchange.scope:
+                response = await self._run_guarded(exchange)
+        finally:
+            self._finish(exchange, response)
+
+    async def _run_guarded(self, exchange: _Exchange) -> Response:
+        route = exchange.route
+        try:
+            return await route.handler(exchange.request)
+        except Exception as error:  # noqa: BLE001 - one bad request must not end the server
+            self._journal.event(
+                routing.HANDLER_FAILED,
+                method=route.method,
+                path=route.path,
+                cause=f"{type(error).__name__}: {error}",
+                exception=traceback.format_exc(),
+            )
+            return routing.handler_failed()
+
+    def _finish(self, exchange: _Exchange, response: Response) -> None:
+        self._aio.tell_loop(functools.partial(exchange.resolve, response))
+
+
+class AioHttpServer:
+    """`HttpServer` on aiohttp."""
+
+    def __init__(
+        self,
+        aio: AioThread,
+        tls_server: TlsServer | None,
+        journal: Journal,
+        limits: HttpLimits | None = None,
+    ) -> None:
+        self._aio = aio
+        self._tls = tls_server
+        self._journal = journal
+        self._limits = limits or HttpLimits()
+
+    @asynccontextmanager
+    async def serve(self, routes: tuple[Route, ...], endpoint: Endpoint) -> AsyncIterator[Endpoint]:
+        """Serve while the context is open; see `HttpServer`.
+
+        At its end handlers are cancelled and answered with 503, within about a second. Handlers
+        run in a nursery of this context: what its body raises comes out in an `ExceptionGroup`.
+
+        Raises:
+            ConfigError: The address cannot be bound, or the TLS material is damaged.
+        """
+        context = None if self._tls is None else tls.server_context(self._tls)
+        serving = _Serving(self._aio, routing.Router(routes), self._journal, self._limits)
+        try:
+            bound = await self._aio.call(lambda: serving.bind(endpoint, context))
+            async with trio.open_nursery() as nursery:
+                serving.nursery = nursery
+                try:
+                    await self._aio.call(serving.accept)
+                    yield bound
+                finally:
+                    serving.nursery = None
+                    nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._aio.call(serving.close)
+
+
+def _bind_error(endpoint: Endpoint, error: OSError) -> ConfigError:
+    where = f"cannot listen on {endpoint.host} port {endpoint.port}"
+    if isinstance(error, socket.gaierror):
+        return ConfigError("listen", f"{where}: no such host name: use an address of this machine")
+    mends = {
+        errno.EADDRINUSE: "another program does: stop it, or choose another port (0: any)",
+        errno.EADDRNOTAVAIL: "not an address of this machine: use one that is, or 0.0.0.0",
+        errno.EACCES: "not allowed: choose a port above 1023",
+    }
+    return ConfigError("listen", f"{where}: {mends.get(error.errno or 0, str(error))}")

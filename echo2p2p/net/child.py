@@ -1,0 +1,359 @@
+"""The trio side of a child process: start it, call it, and be sure that it ends.
+
+The network process never imports torch and is never blocked by a training step: learner, engine
+and task workers are children, and a crashed child is an event with an error and its last words,
+not the end of the node. Calls go over a socket pair as length-prefixed MessagePack
+(`echo2p2p.net.child_worker` has the format and the child's loop), one at a time. What the child
+prints is kept (the last 4 KiB) and may be appended to a log file.
+
+No nursery outlives a call: the output is read while a call runs, and a child that writes more
+than a pipe holds between two calls waits for the next one. Whatever goes wrong (death, a broken
+pipe, silence, a missed deadline, a cancelled call) leaves the child unusable; the caller closes
+it and starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import trio
+
+from echo2p2p.errors import ChildError, LocalProtocolError
+from echo2p2p.net.child_worker import (
+    ENVIRONMENT_KEY,
+    FRAME_BYTES_MAX,
+    HEADER,
+    Call,
+    Failure,
+    FromChild,
+    Progress,
+    Reply,
+    encode_body,
+    encode_frame,
+)
+
+T = TypeVar("T")
+
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Laid over ours. Threads that spin cost a busy machine a factor of ten; no child goes online."""
+
+LOG_TAIL_BYTES: Final = 4096
+LAST_WORDS_LINES: Final = 3
+GOODBYE_S: Final = 1.0
+"""How long an idle child may take to end by itself."""
+CLOSE_S: Final = 5.0
+"""Limit of the whole clean-up: a killed process in the middle of disk IO may take a while."""
+_READ_BYTES: Final = 65536
+_READ_BYTES_MAX: Final = 1 << 20
+
+
+class ChildProcess:
+    """One child process, from `start` to `close`.
+
+    Args:
+        name: For people, in errors: ``"engine"``.
+        module: Run with ``python -P -m``; calls `child_worker.connect` first of all.
+        arguments: Its command line.
+        environment: Laid over `ENVIRONMENT`.
+        log_file: All output is appended here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
+        log_file: Path | None = None,
+    ) -> None:
+        self.name = name
+        self._command = [sys.executable, "-P", "-m", module, *arguments]
+        self._environment = {**ENVIRONMENT, **(environment or {})}
+        self._log_file = log_file
+        self._tail = bytearray()
+        self._process: trio.Process | None = None
+        self._stream: trio.SocketStream | None = None
+        self._lifeline: int | None = None
+        self._broken: str | None = "it was never started"
+        self._idle = trio.Event()
+        self._idle.set()
+        self._spawning = trio.Lock()
+        self._closing = False
+        self._closed = trio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs, as far as we know."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def log_tail(self) -> str:
+        """The end of its output, at most 4 KiB."""
+        return self._tail.decode("utf-8", errors="replace")
+
+    async def start(self) -> None:
+        """Spawn it; returns at once, before the child has done anything.
+
+        Raises:
+            ChildError: The process could not be made.
+        """
+        async with self._spawning:
+            if self._process is not None or self._closing:
+                raise LocalProtocolError(f"{self.name} was started twice, or after its end")
+            await self._spawn()
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        lifeline_read, lifeline_write = os.pipe()
+        descriptors = (theirs.fileno(), lifeline_read)
+        environment = {
+            **os.environ,
+            **self._environment,
+            ENVIRONMENT_KEY: ",".join(map(str, descriptors)),
+        }
+        try:
+            self._process = await trio.lowlevel.open_process(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=descriptors,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the terminal is for us, not for the child
+            )
+        except OSError as error:
+            raise ChildError(self.name, f"cannot be started: {error}") from error
+        finally:
+            theirs.close()
+            os.close(lifeline_read)
+            if self._process is None:
+                ours.close()
+                os.close(lifeline_write)
+        ours.setblocking(False)
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(ours))
+        self._lifeline = lifeline_write
+        self._broken = None
+
+    async def call(
+        self,
+        method: str,
+        argument: Any,  # noqa: ANN401 - whatever msgspec encodes
+        kind: type[T],
+        *,
+        timeout_s: float | None,
+        silence_s: float | None = None,
+        progress: Callable[[Any], None] | None = None,
+        progress_kind: Any = None,  # noqa: ANN401 - a type, as msgspec understands types
+    ) -> T:
+        """Ask for one thing and wait for it.
+
+        Args:
+            method: A key of the child's table.
+            argument: Encoded with msgspec.
+            kind: What the reply must be.
+            timeout_s: For all of it; ``None`` for calls that only ``silence_s`` bounds.
+            silence_s: Longest time without any message from the child.
+            progress: Called with each progress message, decoded as ``progress_kind``.
+            progress_kind: See ``progress``.
+
+        Raises:
+            ChildError: The method raised (the child lives on), or the child died, broke its pipe,
+                was silent or late (it is of no more use: close it).
+
+        Cancelling leaves the child unusable: its late answer would pass for the next one.
+        """
+        if not self._idle.is_set():
+            raise LocalProtocolError(f"{self.name} was called while a call was under way")
+        stream = self._stream
+        if self._broken is not None or stream is None:
+            raise self._error(self._broken or "it was closed")
+        frame = encode_frame(Call(method=method, body=encode_body(argument)))
+        self._idle = trio.Event()
+        self._broken = f"its call {method!r} was cancelled"
+        try:
+            answer = await self._exchange(
+                stream, method, frame, timeout_s, silence_s, progress, progress_kind
+            )
+            if isinstance(answer, Failure):
+                self._broken = None
+                raise self._error(answer.detail, last_words=False)
+            reply: T = msgspec.msgpack.decode(answer.body, type=kind)
+            self._broken = None
+            return reply  # noqa: TRY300 - an else block would hide that decoding may fail too
+        except msgspec.MsgspecError as error:
+            self._broken = f"answered {method!r} with something else: {error}"
+            raise self._error(self._broken) from error
+        finally:
+            self._idle.set()
+
+    async def _exchange(
+        self,
+        stream: trio.SocketStream,
+        method: str,
+        frame: bytes,
+        timeout_s: float | None,
+        silence_s: float | None,
+        progress: Callable[[Any], None] | None,
+        progress_kind: Any,  # noqa: ANN401 - as in `call`
+    ) -> Reply | Failure:
+        """Send, then read until the answer; another task reads the child's output meanwhile."""
+        answer: Reply | Failure | None = None
+        lost = ""
+        output_ended = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._read_output, output_ended)
+            with trio.move_on_after(inf if timeout_s is None else timeout_s) as limit:
+                try:
+                    await stream.send_all(frame)
+                    while answer is None:
+                        message = await self._receive(stream, silence_s)
+                        if not isinstance(message, Progress):
+                            answer = message
+                        elif progress is not None:
+                            progress(msgspec.msgpack.decode(message.body, type=progress_kind))
+                except (_LostError, trio.BrokenResourceError, trio.ClosedResourceError):
+                    lost = "died"
+                except msgspec.MsgspecError as error:
+                    lost = f"sent something else than an answer: {error}"
+                except trio.TooSlowError:
+                    lost = f"gave no sign of life for {silence_s} s during {method!r}"
+            if limit.cancelled_caught:
+                lost = f"did not finish {method!r} within {timeout_s} s"
+            elif lost == "died":
+                with trio.move_on_after(GOODBYE_S):  # for the traceback that is still in the pipe
+                    await output_ended.wait()
+                lost = f"died during {method!r}{await self._fate()}"
+            nursery.cancel_scope.cancel()
+        if answer is None:
+            self._broken = "it was closed" if self._closing else lost
+            raise self._error(self._broken)
+        return answer
+
+    async def _receive(self, stream: trio.SocketStream, silence_s: float | None) -> FromChild:
+        with trio.fail_after(inf if silence_s is None else silence_s):
+            (size,) = HEADER.unpack(await _read_exactly(stream, HEADER.size))
+            if size > FRAME_BYTES_MAX:
+                raise _LostError
+            body = await _read_exactly(stream, size)
+        message: FromChild = msgspec.msgpack.decode(body, type=FromChild)
+        return message
+
+    async def _read_output(self, ended: trio.Event | None = None) -> None:
+        """Keep what the child prints, until its end of file."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        try:
+            while data := await self._process.stdout.receive_some(_READ_BYTES):
+                self._keep(bytes(data))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        if ended is not None:
+            ended.set()
+
+    def _keep(self, data: bytes) -> None:
+        self._tail += data
+        del self._tail[:-LOG_TAIL_BYTES]
+        if self._log_file is None:
+            return
+        try:
+            with self._log_file.open("ab") as file:
+                file.write(data)
+        except OSError as error:  # a full disk must not end a training run; the tail says it
+            self._tail += f"\n[no longer logged: {error}]\n".encode()
+            self._log_file = None
+
+    async def _fate(self) -> str:
+        """Return how it ended, for people; looks without reaping, so its group stays ours."""
+        assert self._process is not None
+        look = functools.partial(os.waitid, os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        status: os.waitid_result | None = None
+        with trio.move_on_after(GOODBYE_S), contextlib.suppress(ChildProcessError):
+            status = await trio.to_thread.run_sync(look, abandon_on_cancel=True)
+        if status is None:
+            return ""
+        if status.si_code == os.CLD_EXITED:
+            return f" with exit code {status.si_status}"
+        return f" of {signal.Signals(status.si_status).name}"
+
+    def _error(self, detail: str, *, last_words: bool = True) -> ChildError:
+        lines = [line.strip() for line in self.log_tail.splitlines() if line.strip()]
+        words = " | ".join(lines[-LAST_WORDS_LINES:])[-500:] if last_words else ""
+        return ChildError(self.name, detail, log_tail=words)
+
+    async def close(self) -> None:
+        """End it: politely if it is idle, at once if it is busy. Idempotent.
+
+        Shielded, and over within `CLOSE_S` whatever the child does; it is dead and reaped then,
+        and so is all of its process group.
+        """
+        if self._closing:
+            await self._closed.wait()
+            return
+        self._closing = True
+        try:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S):
+                async with self._spawning:
+                    await self._end()
+        finally:
+            self._broken = "it was closed"
+            self._closed.set()
+
+    async def _end(self) -> None:
+        process, stream = self._process, self._stream
+        if process is None or stream is None:
+            return
+        assert process.stdout is not None
+        idle = self._idle.is_set()
+        if idle and self._broken is None:
+            try:
+                await stream.send_eof()
+                with trio.move_on_after(GOODBYE_S):
+                    await self._read_output()
+            except trio.BrokenResourceError:
+                pass  # it is dead already
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        # Before the leader is reaped: until then its id cannot belong to anybody else.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if idle:
+            with trio.move_on_after(GOODBYE_S):
+                await self._read_output()
+        else:
+            await self._idle.wait()  # the call under way sees the end of file and raises
+        await stream.aclose()
+        await process.stdout.aclose()
+
+
+class _LostError(Exception):
+    """The message socket is of no more use."""
+
+
+async def _read_exactly(stream: trio.SocketStream, size: int) -> bytes:
+    parts: list[bytes] = []
+    while size:
+        part = await stream.receive_some(min(size, _READ_BYTES_MAX))
+        if not part:
+            raise _LostError
+        parts.append(bytes(part))
+        size -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,210 @@
+"""The blocking side of a child process: read a call, do it, answer; die with the parent.
+
+A child (engine, learner, task worker) has one socket for messages and one *lifeline*: a pipe that
+the parent holds open and never writes to. A watchdog thread waits on the lifeline and ends the
+whole process group as soon as it reaches end of file, so that even ``kill -9`` of the parent, in
+the middle of a long computation, leaves nothing behind. (The kernel's parent-death signal is no
+use here: it fires when the *thread* that spawned the child ends, and trio spawns from a worker
+thread.) The watchdog needs the interpreter lock for an instant; C code that holds it for minutes
+delays the end by as much.
+
+Messages are frames: four bytes of length, then MessagePack of one of the structs below. Both
+sides are one machine and one owner, so the limits of `echo2p2p.wire.codec` do not apply, but
+nothing is pickled either. This module imports neither trio nor torch: a child loads what it needs
+after the watchdog is up.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter  # noqa: TID251 - see `Stopwatch`
+from typing import Any, Final
+
+import msgspec
+
+ENVIRONMENT_KEY: Final = "ECHO2P2P_CHILD_FDS"
+"""Carries the two descriptors: message socket and lifeline."""
+
+HEADER: Final = struct.Struct("<I")
+
+FRAME_BYTES_MAX: Final = 1 << 30
+"""A batch of 512 rollouts of 32k tokens takes about 200 MB."""
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """Parent to child: do ``method``; exactly one `Reply` or `Failure` follows."""
+
+    method: str
+    body: msgspec.Raw
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Child to parent, any number of times before the answer: a sign of life."""
+
+    body: msgspec.Raw
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """Child to parent: the call's result."""
+
+    body: msgspec.Raw
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """Child to parent: the call raised; the child lives on and takes the next call."""
+
+    detail: str
+    """One line: type and message. The traceback went to standard error."""
+
+
+FromChild = Progress | Reply | Failure
+
+
+class FrameTooLongError(Exception):
+    """A message is over `FRAME_BYTES_MAX`."""
+
+
+Report = Callable[[Any], None]
+"""Sends one progress message, of any type that msgspec encodes."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One call that a child answers."""
+
+    kind: Any
+    """Type of the argument, for `msgspec`: a struct, a dataclass, ``list[int]``, ..."""
+    run: Callable[[Any, Report], Any]
+    """From the decoded argument to a result that msgspec encodes."""
+
+
+def encode_frame(message: msgspec.Struct) -> bytes:
+    """Return ``message`` as one frame.
+
+    Raises:
+        FrameTooLongError: It would not fit.
+    """
+    body = msgspec.msgpack.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise FrameTooLongError(f"a message of {len(body)} bytes; at most {FRAME_BYTES_MAX}")
+    return HEADER.pack(len(body)) + body
+
+
+def encode_body(value: Any) -> msgspec.Raw:  # noqa: ANN401 - whatever msgspec encodes
+    """Return ``value`` encoded, to be put into an envelope."""
+    return msgspec.Raw(msgspec.msgpack.encode(value))
+
+
+class Channel:
+    """The child's end of the message socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def receive(self) -> Call | None:
+        """Return the next call, or ``None`` when the parent has closed its end."""
+        header = self._read(HEADER.size)
+        if header is None:
+            return None
+        (size,) = HEADER.unpack(header)
+        body = self._read(size)
+        return None if body is None else msgspec.msgpack.decode(body, type=Call)
+
+    def send(self, message: FromChild) -> None:
+        """Send one message; blocks until the socket has taken all of it."""
+        self._socket.sendall(encode_frame(message))
+
+    def _read(self, size: int) -> bytearray | None:
+        data = bytearray(size)
+        view, filled = memoryview(data), 0
+        while filled < size:
+            count = self._socket.recv_into(view[filled:])
+            if count == 0:
+                return None
+            filled += count
+        return data
+
+
+def connect() -> Channel:
+    """Take over the descriptors that the parent gave, and start the watchdog. Call this first.
+
+    Raises:
+        SystemExit: This process was not started by `echo2p2p.net.child.ChildProcess`.
+    """
+    given = os.environ.pop(ENVIRONMENT_KEY, "")
+    if not given:
+        sys.exit("this module is a child process of echo2p2p; it is not started by hand")
+    messages, lifeline = (int(part) for part in given.split(","))
+    for descriptor in (messages, lifeline):
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable()
+    threading.Thread(target=_watch, args=(lifeline,), name="watchdog", daemon=True).start()
+    return Channel(socket.socket(fileno=messages))
+
+
+def _watch(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    if os.getpgrp() == os.getpid():  # our own group: takes our children (vLLM's workers) along
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def serve(channel: Channel, methods: Mapping[str, Method]) -> None:
+    """Answer calls, one at a time, until the parent closes its end.
+
+    An exception of a method is answered with `Failure` and the next call is awaited: only the
+    parent knows whether the child is still of use.
+    """
+
+    def report(value: object) -> None:
+        channel.send(Progress(body=encode_body(value)))
+
+    while (call := channel.receive()) is not None:
+        channel.send(_answer(call, methods, report))
+
+
+def _answer(call: Call, methods: Mapping[str, Method], report: Report) -> Reply | Failure:
+    try:
+        method = methods[call.method]
+        argument = msgspec.msgpack.decode(call.body, type=method.kind)
+        return Reply(body=encode_body(method.run(argument, report)))
+    except Exception as error:  # noqa: BLE001 - the boundary of the process: the parent decides
+        traceback.print_exc()
+        sys.stderr.flush()
+        return Failure(detail=one_line(error))
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and message of ``error`` in one line of at most 500 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:500] if text else type(error).__name__
+
+
+def resident_bytes() -> int:
+    """Return this process's resident memory now; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - not a path of ours
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+class Stopwatch:
+    """Seconds of work in a child, which has no trio clock; for reports, never for deadlines."""
+
+    def __init__(self) -> None:
+        self._start_s = perf_counter()
+
+    def seconds(self) -> float:
+        """Return the seconds since it was made."""
+        return perf_counter() - self._start_s

@@ -1,0 +1,114 @@
+"""Flat states that child processes can map: plain files in a folder, memory-mapped.
+
+The real form of the `SharedMemory` port. The folder is on a memory file system (``/dev/shm``) or
+on disk; pages are shared between the network process and its children either way, so weights pass
+without a copy through a pipe. All blocks are allocated up front: a full disk is an error here and
+not a fatal signal at the first write. Files left by a crash are replaced by the next `allocate`
+of their name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+from echo2p2p.errors import LocalProtocolError, StoreError
+
+
+class MappedState:
+    """A `SharedState` in a file."""
+
+    def __init__(self, file: Path, size: int) -> None:
+        self._file = file
+        self._map = _create(file, size)
+        self._view = memoryview(self._map)
+        self._open = True
+
+    @property
+    def path(self) -> str:
+        """The file, for a child to map with `map_state`."""
+        return str(self._file)
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable."""
+        return self._view
+
+    def close(self) -> None:
+        """Remove the file and unmap; idempotent.
+
+        Arrays that still look into the view keep the pages until the last of them is gone.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._file.unlink(missing_ok=True)
+        with contextlib.suppress(BufferError):  # see above
+            self._view.release()
+            self._map.close()
+
+
+class FileMemory:
+    """A `SharedMemory` of files in ``folder``, which is made if need be."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def allocate(self, name: str, size: int) -> MappedState:
+        """Return a zeroed block of ``size`` bytes; an old one of this name is replaced.
+
+        Whoever still maps the old one keeps it: the name moves to a new file.
+
+        Raises:
+            StoreError: No room, or the folder cannot be written.
+        """
+        if name in {"", ".", ".."} or "/" in name or size <= 0:
+            raise LocalProtocolError(f"no block of {size} bytes can be called {name!r}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return MappedState(self._folder / name, size)
+        except OSError as error:
+            raise StoreError(
+                f"no room for {size} bytes of weights in {self._folder}: {error}"
+            ) from error
+
+
+def _create(file: Path, size: int) -> mmap.mmap:
+    file.unlink(missing_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return mmap.mmap(descriptor, size)
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def map_state(path: str, size: int, *, writable: bool) -> mmap.mmap:
+    """Map a block that the parent allocated; for child processes.
+
+    Args:
+        path: `SharedState.path`.
+        size: Bytes, as the layout says.
+        writable: Whether writes reach the file. Otherwise they go to private copies of the pages
+            (torch wants buffers that it could write to).
+
+    Raises:
+        StoreError: No such file, or of another size.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        try:
+            found = os.fstat(descriptor).st_size
+            if found != size:
+                raise StoreError(f"shared state of {found} bytes where {size} are needed")
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+            return mmap.mmap(descriptor, size, access=access)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StoreError(f"cannot map the shared state: {error}") from error

@@ -1,0 +1,658 @@
+"""A node of the broadcast on the network: links, payloads, and the core between them.
+
+`RelayNode` keeps the links that the plan names, verifies every manifest and every chunk before
+anything else happens to it, feeds `echo2p2p.broadcast.swarm` and performs what it answers. The
+coordinator's own relay and every peer's are this class; they differ in who they are.
+
+A peer that breaks the protocol, or sends a chunk that does not match its digest, loses its link
+and a pause before it gets a new one. Failures of links, of whatever kind, end in the link's own
+task. What we do not follow is dropped and counted. Nothing here chooses whom or what to trust but
+by the run's key.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from echo2p2p.broadcast.effects import (
+    CloseLink,
+    Effect,
+    SendCancel,
+    SendChunk,
+    SendHave,
+    SendOffer,
+    SendReject,
+    SendRequest,
+    SendWant,
+)
+from echo2p2p.broadcast.settings import SwarmSettings
+from echo2p2p.broadcast.swarm import Swarm
+from echo2p2p.errors import (
+    IntegrityError,
+    LinkError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    Violation,
+)
+from echo2p2p.ids import SOURCE, Incarnation, ManifestId, PeerId, manifest_id_of
+from echo2p2p.limits import NEIGHBOURS_MAX
+from echo2p2p.net.link import Link, LinkSettings, open_link
+from echo2p2p.net.ports import Endpoint, Entropy, Journal, Streams
+from echo2p2p.net.redial import Backoff, RedialSettings
+from echo2p2p.weights.assembly import Added, Assembly, Early
+from echo2p2p.weights.manifest import check_header
+from echo2p2p.wire.arrays import from_tokens, to_tokens
+from echo2p2p.wire.frames import ChunkPayload
+from echo2p2p.wire.handshake import NONCE_BYTES, Self
+from echo2p2p.wire.messages import (
+    Address,
+    Cancel,
+    Have,
+    ManifestHeader,
+    Neighbour,
+    Offer,
+    Reject,
+    RelayFrame,
+    Request,
+    Signed,
+    Want,
+)
+from echo2p2p.wire.signing import open_record
+
+LINK_OPENED: Final = "link.opened"
+LINK_CLOSED: Final = "link.closed"
+LINK_REFUSED: Final = "link.refused"
+LINK_VIOLATED: Final = "link.violated"
+DIAL_FAILED: Final = "dial.failed"
+CHUNK_REJECTED: Final = "chunk.rejected"
+MANIFEST_REFUSED: Final = "manifest.refused"
+PAYLOAD_FOLLOWED: Final = "payload.followed"
+PAYLOAD_COMPLETED: Final = "payload.completed"
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySettings:
+    """Tuning and bounds of one node."""
+
+    swarm: SwarmSettings = field(default_factory=SwarmSettings)
+    link: LinkSettings = field(default_factory=LinkSettings)
+    redial: RedialSettings = field(default_factory=RedialSettings)
+    dial_timeout_s: float = 5.0
+    links_max: int = NEIGHBOURS_MAX
+    handshakes_max: int = 64
+    """Connections that may be busy proving who they are; more are closed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatistics:
+    """One link that is up."""
+
+    peer_id: PeerId
+    rtt_s: float
+    sent_bytes: int
+    """Of chunk payload, as are all bytes here."""
+    received_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatistics:
+    """What a node has done since its start."""
+
+    links: tuple[LinkStatistics, ...]
+    relayed_bytes: int
+    """Chunk payload sent, over links that are up and links that were."""
+    received_bytes: int
+    duplicate_bytes: int
+    unknown_bytes: int
+    """Received of payloads that we do not follow."""
+    bad_chunks: Mapping[str, int]
+    """By source."""
+    chunks_redealt: int
+
+
+@dataclass(eq=False, slots=True)
+class _Payload:
+    signed: Signed
+    header: ManifestHeader
+    assembly: Assembly
+    ended: trio.Event = field(default_factory=trio.Event)
+    """Complete, or forgotten."""
+
+
+class RelayNode:
+    """One node; `run` it once, call everything else from inside the same trio run.
+
+    Args:
+        me: Our id; `SOURCE` for the coordinator's relay.
+        run_id: The run.
+        run_public_key: Raw Ed25519 key that signs manifests and cards.
+        sign: Signs with our identity key; with the run's key at the source.
+        card: Signed `MemberCard` of this incarnation; ``None`` at the source.
+        streams: The network.
+        endpoint: Where to listen; ``None``: only dial.
+        wants: Whether to follow a verified manifest that a peer offers; synchronous.
+        journal: Where events go.
+        entropy: For nonces.
+        rng: For choices among equals, and jitter.
+        settings: Tuning.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: PeerId,
+        run_id: str,
+        run_public_key: bytes,
+        sign: Callable[[bytes], bytes],
+        card: Signed | None,
+        streams: Streams,
+        endpoint: Endpoint | None,
+        wants: Callable[[ManifestHeader], bool],
+        journal: Journal,
+        entropy: Entropy,
+        rng: random.Random,
+        settings: RelaySettings | None = None,
+    ) -> None:
+        self._self = Self(me, run_id, run_public_key, card, sign)
+        self._streams = streams
+        self._endpoint = endpoint
+        self._wants = wants
+        self._journal = journal
+        self._entropy = entropy
+        self._rng = rng
+        self._settings = settings or RelaySettings()
+        self._swarm = Swarm(is_source=me == SOURCE, rng=rng, settings=self._settings.swarm)
+        self._payloads: dict[ManifestId, _Payload] = {}
+        self._sessions: dict[PeerId, _Session] = {}
+        self._targets: dict[PeerId, Endpoint] = {}
+        self._diallers: dict[PeerId, trio.CancelScope] = {}
+        self._quarantined: dict[PeerId, float] = {}
+        self._handshakes = 0
+        self._nursery: trio.Nursery | None = None
+        self._timer = trio.Event()
+        self._timer_s = math.inf
+        self._sent_bytes = self._received_bytes = 0
+        self._bad_chunks: Counter[str] = Counter()
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def run(
+        self, *, task_status: trio.TaskStatus[Endpoint | None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Serve until cancelled; the value given to the starter is where we listen.
+
+        Raises:
+            ConfigError: The endpoint cannot be bound.
+        """
+        async with AsyncExitStack() as stack:
+            listening = None
+            if self._endpoint is not None:
+                listening = await stack.enter_async_context(
+                    self._streams.listen(self._endpoint, self.accept)
+                )
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for peer_id in self._targets:
+                    self._start_dialling(peer_id)
+                task_status.started(listening)
+                await self._keep_time()
+
+    def set_neighbours(self, neighbours: Iterable[Neighbour], source: Address | None) -> None:
+        """Keep these links from now on, and no other that we dialled.
+
+        Of two peers that can both be dialled the one with the smaller id dials; otherwise the one
+        that cannot be dialled does. Everybody dials the source.
+        """
+        targets: dict[PeerId, Endpoint] = {}
+        count = 0
+        for neighbour in neighbours:
+            peer_id = PeerId(neighbour.peer_id)
+            if peer_id == self._self.peer_id:
+                continue
+            count += 1
+            ours = self._endpoint is None or self._self.peer_id < peer_id
+            if neighbour.address is not None and ours:
+                targets[peer_id] = Endpoint(neighbour.address.host, neighbour.address.port)
+        if source is not None and self._self.peer_id != SOURCE:
+            targets[SOURCE] = Endpoint(source.host, source.port)
+        self._swarm.set_neighbours_planned(count)
+        before, self._targets = self._targets, targets
+        for peer_id, endpoint in before.items():
+            if targets.get(peer_id) != endpoint and peer_id in self._diallers:
+                self._diallers.pop(peer_id).cancel()
+        for peer_id in targets:
+            self._start_dialling(peer_id)
+
+    # --- payloads -----------------------------------------------------------------------------
+
+    def publish(self, signed: Signed, assembly: Assembly, *, push: bool) -> ManifestId:
+        """Offer a payload of which we hold every chunk.
+
+        Args:
+            signed: The manifest, believed.
+            assembly: Complete; shared, not copied.
+            push: Whether the source deals it (deltas) or it is pulled only (anchors).
+        """
+        assert assembly.complete
+        manifest_id = manifest_id_of(signed.body)
+        known = self._payloads.get(manifest_id)
+        if known is None:
+            self._add(_Payload(signed, assembly.header, assembly), push=push)
+        elif not known.assembly.complete:
+            known.assembly = assembly
+            now = trio.current_time()
+            self._completed(manifest_id, known)
+            self._perform(self._swarm.chunks_stored(manifest_id, assembly.held(), now))
+        return manifest_id
+
+    def follow(self, signed: Signed, *, push: bool) -> ManifestId:
+        """Fetch a payload from whoever has it. Idempotent.
+
+        Raises:
+            RemoteProtocolError: The manifest is not the run's, or makes no sense.
+        """
+        manifest_id = manifest_id_of(signed.body)
+        if manifest_id not in self._payloads:
+            header = self._open(signed)
+            self._add(_Payload(signed, header, Assembly(header)), push=push)
+            self._journal.event(
+                PAYLOAD_FOLLOWED,
+                manifest_id=manifest_id.hex(),
+                version=header.version,
+                payload_bytes=header.payload_bytes,
+            )
+        return manifest_id
+
+    async def wait_complete(self, manifest_id: ManifestId) -> Assembly:
+        """Return the payload when every chunk is verified; waits without limit.
+
+        Raises:
+            LocalProtocolError: It is neither followed nor held, or was forgotten meanwhile.
+        """
+        payload = self._payloads.get(manifest_id)
+        if payload is not None:
+            await payload.ended.wait()
+            if payload.assembly.complete:
+                return payload.assembly
+        raise LocalProtocolError(f"payload {manifest_id.hex()} is not followed")
+
+    def forget(self, manifest_id: ManifestId) -> None:
+        """Neither serve nor fetch a payload any longer. No error if it is unknown."""
+        payload = self._payloads.pop(manifest_id, None)
+        if payload is not None:
+            payload.ended.set()
+            self._perform(self._swarm.drop_transfer(manifest_id, trio.current_time()))
+
+    def holds(self) -> list[ManifestId]:
+        """Return the complete payloads, in the order in which they were added."""
+        return [key for key, payload in self._payloads.items() if payload.assembly.complete]
+
+    def assembly(self, manifest_id: ManifestId) -> Assembly | None:
+        """Return a payload that is held or followed."""
+        payload = self._payloads.get(manifest_id)
+        return payload.assembly if payload else None
+
+    def accept_chunk(
+        self, manifest_id: ManifestId, index: int, data: bytes | memoryview, source: str
+    ) -> None:
+        """Take a chunk that came by another way; ignored if its payload is not followed.
+
+        Raises:
+            IntegrityError: It is wrong; nothing was kept.
+        """
+        payload = self._payloads.get(manifest_id)
+        if payload is not None:
+            self._store(manifest_id, payload, index, data, source)
+
+    def statistics(self) -> RelayStatistics:
+        """Return the counters."""
+        swarm = self._swarm.statistics()
+        return RelayStatistics(
+            links=tuple(session.statistics() for session in self._sessions.values()),
+            relayed_bytes=self._sent_bytes,
+            received_bytes=self._received_bytes,
+            duplicate_bytes=swarm.duplicate_bytes,
+            unknown_bytes=swarm.unknown_bytes,
+            bad_chunks=dict(self._bad_chunks),
+            chunks_redealt=swarm.chunks_redealt,
+        )
+
+    def _open(self, signed: Signed) -> ManifestHeader:
+        header = open_record(signed, self._self.run_public_key, ManifestHeader)
+        if header.run_id != self._self.run_id:
+            raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
+        check_header(header)
+        return header
+
+    def _add(self, payload: _Payload, *, push: bool) -> None:
+        manifest_id = manifest_id_of(payload.signed.body)
+        self._payloads[manifest_id] = payload
+        assembly = payload.assembly
+        if assembly.complete:
+            payload.ended.set()
+        effects = self._swarm.add_transfer(
+            manifest_id,
+            count=assembly.count,
+            chunk_bytes=payload.header.chunk_bytes,
+            held=assembly.held(),
+            push=push,
+            now=trio.current_time(),
+        )
+        self._perform(effects)
+
+    def _store(
+        self,
+        manifest_id: ManifestId,
+        payload: _Payload,
+        index: int,
+        data: bytes | memoryview,
+        source: str,
+    ) -> None:
+        """Verify one chunk, tell the core, and punish whoever lied.
+
+        Raises:
+            IntegrityError: The chunk is wrong.
+        """
+        now = trio.current_time()
+        try:
+            outcome = payload.assembly.add(index, data, source=source)
+        except IntegrityError:
+            self._perform(self._swarm.chunk_lost(manifest_id, index, now))
+            raise
+        match outcome:
+            case Added(indices=indices, bad_sources=liars):
+                self._perform(self._swarm.chunks_stored(manifest_id, indices, now))
+                for liar in liars:
+                    self._blame(liar, manifest_id, "a chunk that waited for the index")
+                if payload.assembly.complete:
+                    self._completed(manifest_id, payload)
+            case Early(kept=False):
+                self._perform(self._swarm.chunk_lost(manifest_id, index, now))
+
+    def _completed(self, manifest_id: ManifestId, payload: _Payload) -> None:
+        payload.ended.set()
+        self._journal.event(
+            PAYLOAD_COMPLETED, manifest_id=manifest_id.hex(), version=payload.header.version
+        )
+
+    def _blame(self, source: str, manifest_id: ManifestId, detail: str) -> None:
+        """Record a bad chunk, and cut its sender off if it is linked to us."""
+        self._bad_chunks[source] += 1
+        self._journal.event(
+            CHUNK_REJECTED, source=source, manifest_id=manifest_id.hex(), detail=detail
+        )
+        session = self._sessions.get(PeerId(source))
+        if session is not None:
+            session.link.fail(RemoteProtocolError(Violation.MALFORMED, "chunk of wrong bytes"))
+
+    # --- links --------------------------------------------------------------------------------
+
+    def _start_dialling(self, peer_id: PeerId) -> None:
+        if self._nursery is not None and peer_id not in self._diallers:
+            scope = self._diallers[peer_id] = trio.CancelScope()
+            self._nursery.start_soon(self._keep_link, peer_id, self._targets[peer_id], scope)
+
+    async def _keep_link(
+        self, peer_id: PeerId, endpoint: Endpoint, scope: trio.CancelScope
+    ) -> None:
+        """Dial, serve, wait, and again, until the plan changes."""
+        backoff = Backoff(self._settings.redial, self._rng)
+        with scope:
+            while True:
+                session = self._sessions.get(peer_id)
+                if session is not None:
+                    await session.ended.wait()
+                await trio.sleep_until(self._quarantined.get(peer_id, -math.inf))
+                lived_s = None
+                try:
+                    stream = await self._streams.dial(
+                        endpoint, timeout_s=self._settings.dial_timeout_s
+                    )
+                    lived_s = await self._serve(stream, peer_id)
+                except LinkError as error:
+                    self._journal.event(DIAL_FAILED, peer=peer_id, detail=str(error))
+                await trio.sleep(backoff.wait_s(lived_s=lived_s))
+
+    async def accept(self, stream: trio.abc.Stream) -> None:
+        settings = self._settings
+        if len(self._sessions) < settings.links_max and self._handshakes < settings.handshakes_max:
+            await self._serve(stream, None)
+
+    async def _serve(self, stream: trio.abc.Stream, expected: PeerId | None) -> float | None:
+        """Run one connection from handshake to end; return how long it was a link, if ever."""
+        self._handshakes += 1
+        try:
+            link = await open_link(
+                stream,
+                self._self,
+                nonce=self._entropy.secret(NONCE_BYTES),
+                expected=expected,
+                settings=self._settings.link,
+            )
+        except (RemoteProtocolError, LinkError) as error:
+            self._journal.event(LINK_REFUSED, peer=expected or "", detail=str(error))
+            return None
+        finally:
+            self._handshakes -= 1
+        session = _Session(self, link)
+        refusal = self._register(session)
+        if refusal is not None:
+            link.close(refusal)
+        start_s = trio.current_time()
+        try:
+            await self._run_session(session)
+        finally:
+            self._unregister(session)
+        return trio.current_time() - start_s if refusal is None else None
+
+    async def _run_session(self, session: _Session) -> None:
+        peer_id = session.peer_id
+        try:
+            why = await session.link.run(session)
+        except LinkError as error:
+            why = str(error)
+        except RemoteProtocolError as error:
+            why = str(error)
+            redial = self._settings.redial
+            is_source = peer_id == SOURCE
+            pause_s = redial.quarantine_source_s if is_source else redial.quarantine_s
+            now = trio.current_time()
+            live = {peer: until for peer, until in self._quarantined.items() if until > now}
+            self._quarantined = live | {peer_id: now + pause_s}
+            self._journal.event(LINK_VIOLATED, peer=peer_id, violation=error.violation.value)
+        self._journal.event(LINK_CLOSED, peer=peer_id, detail=why)
+
+    def _register(self, session: _Session) -> str | None:
+        """Make a link part of the node; return why not, if not."""
+        now = trio.current_time()
+        peer_id = session.peer_id
+        old = self._sessions.get(peer_id)
+        if self._quarantined.get(peer_id, now) > now:
+            return "quarantined"
+        if old is not None and old.incarnation > session.incarnation:
+            return "a newer incarnation is linked"
+        if old is None and len(self._sessions) >= self._settings.links_max:
+            return "too many links"
+        if old is not None:
+            old.link.close("replaced by a newer link")
+            self._unregister(old)
+        self._sessions[peer_id] = session
+        self._journal.event(LINK_OPENED, peer=peer_id, rtt_s=session.link.rtt_s)
+        self._perform(
+            self._swarm.link_opened(
+                peer_id, is_source=peer_id == SOURCE, rtt_s=session.link.rtt_s, now=now
+            )
+        )
+        return None
+
+    def _unregister(self, session: _Session) -> None:
+        if self._sessions.get(session.peer_id) is session:
+            del self._sessions[session.peer_id]
+            self._perform(self._swarm.link_closed(session.peer_id, trio.current_time()))
+        session.ended.set()
+
+    # --- what links bring ---------------------------------------------------------------------
+
+    def receive_frame(self, peer_id: PeerId, message: RelayFrame) -> None:
+        """Feed one frame of a live link to the core.
+
+        Raises:
+            RemoteProtocolError: The peer broke the protocol.
+        """
+        now = trio.current_time()
+        swarm = self._swarm
+        match message:
+            case Offer(manifest=signed):
+                self._receive_offer(peer_id, signed)
+            case Want(manifest_id=key):
+                self._perform(swarm.receive_want(peer_id, ManifestId(key), now))
+            case Have(manifest_id=key, indices=indices):
+                held = to_tokens(indices).tolist()
+                self._perform(swarm.receive_have(peer_id, ManifestId(key), held, now))
+            case Request(manifest_id=key, index=index):
+                self._perform(swarm.receive_request(peer_id, ManifestId(key), index, now))
+            case Reject(manifest_id=key, index=index, reason=reason):
+                self._perform(swarm.receive_reject(peer_id, ManifestId(key), index, reason, now))
+            case Cancel(manifest_id=key, index=index):
+                swarm.receive_cancel(peer_id, ManifestId(key), index)
+            case _:
+                raise LocalProtocolError(f"the link passed on a {type(message).__name__}")
+
+    def _receive_offer(self, peer_id: PeerId, signed: Signed) -> None:
+        manifest_id = manifest_id_of(signed.body)
+        if manifest_id not in self._payloads:
+            header = open_record(signed, self._self.run_public_key, ManifestHeader)
+            if header.run_id != self._self.run_id:
+                raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
+            try:
+                check_header(header)
+            except RemoteProtocolError as error:  # signed, so not the fault of who passed it on
+                self._journal.event(MANIFEST_REFUSED, peer=peer_id, detail=str(error))
+                return
+        self._swarm.receive_offer(peer_id, manifest_id)
+        if manifest_id not in self._payloads and self._wants(header):
+            self.follow(signed, push=header.base_version is not None)
+
+    def receive_chunk(self, peer_id: PeerId, chunk: ChunkPayload) -> None:
+        """Verify one chunk of a live link and feed it to the core.
+
+        Raises:
+            RemoteProtocolError: It is wrong; the peer that sends it lies, or its memory does.
+        """
+        size = len(chunk.data)
+        self._received_bytes += size
+        now = trio.current_time()
+        self._perform(self._swarm.chunk_arrived(peer_id, chunk.manifest_id, chunk.index, size, now))
+        payload = self._payloads.get(chunk.manifest_id)
+        if payload is None:
+            return
+        try:
+            self._store(chunk.manifest_id, payload, chunk.index, chunk.data, peer_id)
+        except IntegrityError as error:
+            self._blame(peer_id, chunk.manifest_id, error.detail)
+            raise RemoteProtocolError(Violation.MALFORMED, error.detail) from error
+
+    def read_chunk(self, manifest_id: ManifestId, index: int) -> memoryview | None:
+        """Return a verified chunk, if its payload is still there."""
+        payload = self._payloads.get(manifest_id)
+        return payload.assembly.chunk(index) if payload else None
+
+    def sent_chunk(
+        self, peer_id: PeerId, manifest_id: ManifestId, index: int, *, size: int | None
+    ) -> None:
+        """Count a chunk that left (``size`` bytes), or was skipped."""
+        self._sent_bytes += size or 0
+        now = trio.current_time()
+        sent = size is not None
+        self._perform(self._swarm.chunk_sent(peer_id, manifest_id, index, now, sent=sent))
+
+    # --- effects and time ---------------------------------------------------------------------
+
+    def _perform(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            session = self._sessions.get(effect.link)
+            if session is not None:
+                self._perform_one(session.link, effect)
+        if self._swarm.next_deadline() < self._timer_s:
+            self._timer.set()
+
+    def _perform_one(self, link: Link, effect: Effect) -> None:
+        match effect:
+            case SendChunk(manifest_id=key, index=index):
+                link.send_chunk_nowait(key, index)
+            case SendHave(manifest_id=key, indices=indices):
+                link.send_nowait(Have(manifest_id=key, indices=from_tokens(list(indices))))
+            case SendRequest(manifest_id=key, index=index):
+                link.send_nowait(Request(manifest_id=key, index=index))
+            case SendCancel(manifest_id=key, index=index):
+                link.send_nowait(Cancel(manifest_id=key, index=index))
+            case SendReject(manifest_id=key, index=index, reason=reason):
+                link.send_nowait(Reject(manifest_id=key, index=index, reason=reason))
+            case SendOffer(manifest_id=key):
+                link.send_nowait(Offer(manifest=self._payloads[key].signed))
+            case SendWant(manifest_id=key):
+                link.send_nowait(Want(manifest_id=key))
+            case CloseLink(detail=detail):
+                link.close(detail)
+
+    async def _keep_time(self) -> None:
+        """Call the core when it wants to be called."""
+        while True:
+            self._timer = trio.Event()
+            self._timer_s = self._swarm.next_deadline()
+            with trio.move_on_at(self._timer_s):
+                await self._timer.wait()
+            now = trio.current_time()
+            if now >= self._swarm.next_deadline():
+                self._perform(self._swarm.on_time(now))
+
+
+class _Session:
+    """One live link as the node's `LinkHandler`; deaf once it is unregistered."""
+
+    def __init__(self, node: RelayNode, link: Link) -> None:
+        self._node = node
+        self.link = link
+        self.ended = trio.Event()
+        self._sent_bytes = self._received_bytes = 0
+        self._writing: dict[tuple[ManifestId, int], int] = {}
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.link.peer.peer_id
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self.link.peer.incarnation
+
+    def statistics(self) -> LinkStatistics:
+        return LinkStatistics(self.peer_id, self.link.rtt_s, self._sent_bytes, self._received_bytes)
+
+    def frame(self, message: RelayFrame) -> None:
+        if not self.ended.is_set():
+            self._node.receive_frame(self.peer_id, message)
+
+    def chunk(self, payload: ChunkPayload) -> None:
+        if not self.ended.is_set():
+            self._received_bytes += len(payload.data)
+            self._node.receive_chunk(self.peer_id, payload)
+
+    def read_chunk(self, manifest_id: ManifestId, index: int) -> memoryview | None:
+        data = None if self.ended.is_set() else self._node.read_chunk(manifest_id, index)
+        if data is not None:
+            self._writing[manifest_id, index] = len(data)
+        return data
+
+    def chunk_sent(self, manifest_id: ManifestId, index: int, *, sent: bool) -> None:
+        size = self._writing.pop((manifest_id, index), None)
+        if not self.ended.is_set():
+            self._sent_bytes += size or 0
+            self._node.sent_chunk(self.peer_id, manifest_id, index, size=size if sent else None)

@@ -1,0 +1,96 @@
+"""Whole frames over any trio stream: the shell around `echo2p2p.wire.frames`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Final, Self
+
+import trio
+
+from echo2p2p.errors import LinkError
+from echo2p2p.ids import ManifestId
+from echo2p2p.limits import LINK_SEND_TIMEOUT_S
+from echo2p2p.wire.frames import Event, FrameDecoder, encode_frame
+from echo2p2p.wire.messages import Chunk, RelayFrame
+
+READ_BYTES: Final = 256 * 1024
+SLICE_BYTES: Final = 128 * 1024
+"""A long chunk is written in such parts, each of which shows that the link is alive."""
+
+
+class FrameStream:
+    """One reader task and one writer task at a time.
+
+    Args:
+        stream: Owned from here on: closing this closes it.
+        send_timeout_s: Bytes that the remote does not take within this time mean a dead link.
+    """
+
+    def __init__(
+        self, stream: trio.abc.Stream, *, send_timeout_s: float = LINK_SEND_TIMEOUT_S
+    ) -> None:
+        self._stream = stream
+        self._decoder = FrameDecoder()
+        self._send_timeout_s = send_timeout_s
+        self.heard_s = self.sent_s = trio.current_time()
+        """When bytes last came in, and went out."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await trio.aclose_forcefully(self._stream)
+
+    async def send(self, *messages: RelayFrame) -> None:
+        """Write messages, none of them a `Chunk`. A cancelled send leaves the stream unusable.
+
+        Raises:
+            LinkError: The remote is gone, or did not take them in time.
+        """
+        await self._write(b"".join(map(encode_frame, messages)))
+
+    async def send_chunk(self, manifest_id: ManifestId, index: int, data: memoryview) -> None:
+        """Write one chunk with its frame, without copying most of it. Not cancel-safe, as `send`.
+
+        Raises:
+            LinkError: The remote is gone, or did not take a part of it in time.
+        """
+        head = Chunk(manifest_id=manifest_id, index=index, payload_bytes=len(data))
+        await self._write(b"".join((encode_frame(head), data[:SLICE_BYTES])))
+        for start in range(SLICE_BYTES, len(data), SLICE_BYTES):
+            await self._write(data[start : start + SLICE_BYTES])
+
+    async def receive(self) -> Event | None:
+        """Wait for the next event; ``None`` once the remote closed cleanly. Cancel-safe.
+
+        Waits without limit: the caller watches `heard_s`.
+
+        Raises:
+            RemoteProtocolError: The remote sent what is no frame.
+            LinkError: The connection broke.
+        """
+        while (event := self._decoder.next_event()) is None and not self._decoder.ended:
+            try:
+                data = await self._stream.receive_some(READ_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise LinkError("the connection broke while receiving") from error
+            self.heard_s = trio.current_time()
+            self._decoder.receive_data(data)
+        return event
+
+    async def _write(self, data: bytes | memoryview) -> None:
+        try:
+            with trio.fail_after(self._send_timeout_s):
+                await self._stream.send_all(data)
+        except trio.TooSlowError as error:
+            raise LinkError(
+                f"the other side took none of {len(data)} bytes in {self._send_timeout_s:g} s"
+            ) from error
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise LinkError("the connection broke while sending") from error
+        self.sent_s = trio.current_time()

@@ -1,0 +1,1 @@
+"""The data plane: items, episodes, rewards. Pure; never imported by peers."""

@@ -1,0 +1,124 @@
+"""A child process that does as it is told, well or badly: for the tests of `echo2p2p.net.child`.
+
+``python -P -m echo2p2p.testing.children`` is the child. With the argument ``parent`` it is a
+process that owns such a child, prints the child's id, and is meant to be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from echo2p2p.net import child_worker
+from echo2p2p.net.child import ChildProcess
+from echo2p2p.net.child_worker import Method, Report
+
+MODULE = "echo2p2p.testing.children"
+
+
+def make_child(**options: Any) -> ChildProcess:  # noqa: ANN401 - passed on
+    """Return one, not started; ``options`` are those of `ChildProcess`."""
+    return ChildProcess("subject", MODULE, **options)
+
+
+def _echo(argument: bytes, _: Report) -> bytes:
+    return argument
+
+
+def _fail(argument: str, _: Report) -> None:
+    raise RuntimeError(argument)
+
+
+def _die(code: int, _: Report) -> None:
+    print("last words", flush=True)  # noqa: T201 - what the parent must find
+    os._exit(code)
+
+
+def _kill(number: int, _: Report) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _burn(_: None, report: Report) -> None:
+    """Never give the interpreter back on our own account."""
+    report(os.getpid())
+    while True:
+        pass
+
+
+def _fork_and_burn(_: None, report: Report) -> None:
+    """As `_burn`, with a child of our own that only waits."""
+    grandchild = os.fork()
+    if grandchild == 0:
+        while True:
+            signal.pause()
+    report(grandchild)
+    while True:
+        pass
+
+
+def _hang(_: None, __: Report) -> None:
+    signal.pause()
+
+
+def _count(limit: int, report: Report) -> int:
+    for number in range(limit):
+        report(number)
+    return limit
+
+
+def _write(count: int, _: Report) -> int:
+    print("x" * count + " end", flush=True)  # noqa: T201 - what the parent must find
+    return count
+
+
+def _environment(name: str, _: Report) -> str:
+    return os.environ.get(name, "")
+
+
+def _modules(_: None, __: Report) -> list[str]:
+    return sorted(sys.modules)
+
+
+METHODS: dict[str, Method] = {
+    "echo": Method(bytes, _echo),
+    "fail": Method(str, _fail),
+    "die": Method(int, _die),
+    "kill": Method(int, _kill),
+    "burn": Method(type(None), _burn),
+    "fork_and_burn": Method(type(None), _fork_and_burn),
+    "hang": Method(type(None), _hang),
+    "count": Method(int, _count),
+    "write": Method(int, _write),
+    "environment": Method(str, _environment),
+    "modules": Method(type(None), _modules),
+}
+
+
+async def _own(method: str) -> None:
+    child = make_child()
+    await child.start()
+
+    def show(pid: object) -> None:
+        print(pid, child.pid, flush=True)  # noqa: T201 - read by the test
+
+    show_progress: Callable[[Any], None] = show
+    await child.call(
+        method, None, type(None), timeout_s=None, progress=show_progress, progress_kind=int
+    )
+
+
+def main() -> None:
+    """Be the child, or (``parent METHOD``) the parent of one."""
+    if sys.argv[1:2] == ["parent"]:
+        trio.run(_own, sys.argv[2])
+    else:
+        child_worker.serve(child_worker.connect(), METHODS)
+
+
+if __name__ == "__main__":
+    main()

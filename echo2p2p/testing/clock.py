@@ -1,0 +1,48 @@
+"""Virtual time: a run that sleeps for a week takes a second, and goes the same way twice.
+
+`run_virtual` is the only user of trio's private scheduling switches. trio is pinned, and a test
+shows that two runs of one seed interleave alike and that two seeds do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar, TypeVarTuple
+
+import trio
+from trio._core import _run as trio_internals
+from trio.testing import MockClock
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+
+EPOCH_S: Final = 1_800_000_000.0
+"""Time of day at which every simulation starts: some moment in 2027."""
+
+
+class SimClock:
+    """`WallClock` on virtual time; ``skew_s`` is how far this machine's clock is ahead."""
+
+    def __init__(self, skew_s: float = 0.0) -> None:
+        self._skew_s = skew_s
+
+    def time(self) -> float:
+        """Return seconds since 1970 UTC."""
+        return EPOCH_S + self._skew_s + trio.current_time()
+
+
+def run_virtual(async_fn: Callable[[*Args], Awaitable[T]], *args: *Args, seed: int) -> T:
+    """Run ``async_fn(*args)`` under trio in virtual time and return its value.
+
+    Same function, same arguments, same seed and same ``PYTHONHASHSEED``: same interleaving. The
+    clock jumps as soon as every task sleeps, so threads and real sockets must not be used inside.
+    Virtual time starts at 0.
+    """
+    internals: Any = trio_internals
+    before = internals._ALLOW_DETERMINISTIC_SCHEDULING  # noqa: SLF001 - see the module's header
+    internals._ALLOW_DETERMINISTIC_SCHEDULING = True  # noqa: SLF001
+    internals._r.seed(seed)  # noqa: SLF001
+    try:
+        return trio.run(async_fn, *args, clock=MockClock(autojump_threshold=0))
+    finally:
+        internals._ALLOW_DETERMINISTIC_SCHEDULING = before  # noqa: SLF001

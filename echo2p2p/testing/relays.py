@@ -1,0 +1,234 @@
+"""A run's keys, payloads of random bytes, and whole networks of `RelayNode` for tests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from echo2p2p.ids import SOURCE, ManifestId, PeerId, digest_of, peer_id_of
+from echo2p2p.limits import PROTOCOL
+from echo2p2p.net.ports import Endpoint, Streams
+from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.system import SimEntropy
+from echo2p2p.weights.assembly import Assembly
+from echo2p2p.weights.chunks import split
+from echo2p2p.weights.manifest import manifest_id
+from echo2p2p.wire.messages import Address, ManifestHeader, MemberCard, Neighbour, Signed
+from echo2p2p.wire.signing import sign_record
+
+RUN_ID: Final = "5eed" * 8
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Something to broadcast."""
+
+    manifest_id: ManifestId
+    signed: Signed
+    assembly: Assembly
+    """Complete."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all chunks, the index included."""
+        return self.assembly.header.payload_bytes + self.assembly.header.index_bytes
+
+
+class RunKeys:
+    """The secrets of one run, all from one seed."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self.run_key = self._key("run")
+        self.run_public_key = self.run_key.public_key().public_bytes_raw()
+
+    def _key(self, name: str) -> Ed25519PrivateKey:
+        return Ed25519PrivateKey.from_private_bytes(digest_of(f"{self._seed} {name}".encode()))
+
+    def identity(self, name: str) -> tuple[PeerId, Ed25519PrivateKey]:
+        """Return the id and the key of the member called ``name``."""
+        key = self._key(name)
+        return peer_id_of(key.public_key().public_bytes_raw()), key
+
+    def card(self, name: str, *, incarnation: int = 1) -> Signed:
+        """Return the run's card for ``name``."""
+        peer_id, key = self.identity(name)
+        public_key = key.public_key().public_bytes_raw()
+        card = MemberCard(
+            run_id=RUN_ID, peer_id=peer_id, incarnation=incarnation, public_key=public_key
+        )
+        return sign_record(self.run_key, card)
+
+    def payload(
+        self, version: int, size: int, *, chunk_bytes: int = 16 * 1024, anchor: bool = False
+    ) -> Payload:
+        """Return ``size`` random bytes, signed as a delta on the version before or as an anchor."""
+        rng = random.Random(f"{self._seed} {version} {anchor}")  # noqa: S311 - to be repeatable
+        chunked = split(rng.randbytes(size), chunk_bytes)
+        digest = digest_of(chunked.payload)
+        header = ManifestHeader(
+            protocol=PROTOCOL,
+            content="model",
+            run_id=RUN_ID,
+            version=version,
+            chain_id="chain",
+            step=version,
+            generation=0,
+            base_version=None if anchor else version - 1,
+            base_digest=None if anchor else digest,
+            result_digest=digest,
+            layout_digest=digest,
+            index_digest=chunked.index_digest,
+            index_bytes=len(chunked.index),
+            payload_bytes=size,
+            chunk_bytes=chunk_bytes,
+            expires_at_s=0.0,
+        )
+        signed = sign_record(self.run_key, header)
+        assembly = Assembly.whole(header, chunked.payload, chunked.index)
+        return Payload(manifest_id(signed), signed, assembly)
+
+
+@dataclass(eq=False)
+class Member:
+    """One running node."""
+
+    name: str
+    node: RelayNode
+    journal: TraceJournal
+    address: Address | None = None
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    completed_s: dict[ManifestId, float] = field(default_factory=dict)
+    """When each payload that was waited for by `RelayNet.broadcast` was complete."""
+
+
+class RelayNet:
+    """A source and peers on any `Streams`, linked as a full mesh.
+
+    Args:
+        nursery: Their tasks live here.
+        streams: The port of the node with this name.
+        listen: Where the node with this name listens; ``None``: it only dials.
+        seed: Of keys and choices.
+        settings: For all nodes.
+    """
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        streams: Callable[[str], Streams],
+        *,
+        listen: Callable[[str], Endpoint | None] = lambda name: Endpoint(name, 0),
+        seed: int = 0,
+        settings: RelaySettings | None = None,
+    ) -> None:
+        self.keys = RunKeys(seed)
+        self.members: dict[str, Member] = {}
+        self._nursery = nursery
+        self._streams = streams
+        self._listen = listen
+        self._entropy = SimEntropy(seed)
+        self._settings = settings
+
+    @property
+    def source(self) -> Member:
+        """The source."""
+        return self.members["source"]
+
+    @property
+    def peers(self) -> list[Member]:
+        """All others, in the order of their start."""
+        return [member for member in self.members.values() if member.name != "source"]
+
+    def peer_id(self, name: str) -> PeerId:
+        """Return the id of the member called ``name``."""
+        return SOURCE if name == "source" else self.keys.identity(name)[0]
+
+    async def start(
+        self,
+        name: str,
+        *,
+        incarnation: int = 1,
+        wants: Callable[[ManifestHeader], bool] = lambda header: True,
+        streams: Streams | None = None,
+    ) -> Member:
+        """Start one member; links come with `link_up`."""
+        peer_id, key = self.keys.identity(name)
+        is_source = name == "source"
+        journal = TraceJournal()
+        entropy = self._entropy.fork(f"{name} {incarnation}")
+        node = RelayNode(
+            me=SOURCE if is_source else peer_id,
+            run_id=RUN_ID,
+            run_public_key=self.keys.run_public_key,
+            sign=(self.keys.run_key if is_source else key).sign,
+            card=None if is_source else self.keys.card(name, incarnation=incarnation),
+            streams=streams or self._streams(name),
+            endpoint=self._listen(name),
+            wants=wants,
+            journal=journal,
+            entropy=entropy,
+            rng=entropy.rng("relay"),
+            settings=self._settings,
+        )
+        member = self.members[name] = Member(name, node, journal)
+        endpoint: Endpoint | None = await self._nursery.start(self._run, member)
+        if endpoint is not None:
+            member.address = Address(host=endpoint.host, port=endpoint.port)
+        return member
+
+    async def _run(self, member: Member, *, task_status: trio.TaskStatus[Endpoint | None]) -> None:
+        with member.scope:
+            await member.node.run(task_status=task_status)
+
+    def stop(self, name: str) -> None:
+        """End a member's tasks, as a killed process would."""
+        self.members.pop(name).scope.cancel()
+
+    def link_up(self) -> None:
+        """Tell everybody of everybody."""
+        plan = [
+            Neighbour(peer_id=self.peer_id(member.name), address=member.address)
+            for member in self.peers
+        ]
+        for member in self.members.values():
+            member.node.set_neighbours(plan, self.source.address)
+
+    async def wait_linked(self) -> None:
+        """Wait until every pair that can be linked is; polls, in whatever time the run has."""
+        dialable = sum(member.address is not None for member in self.peers)
+        others = len(self.peers) - dialable
+        while True:
+            counts = [len(member.node.statistics().links) for member in self.peers]
+            if sum(counts) >= len(counts) * (len(counts)) - others * (others - 1):
+                return
+            await trio.sleep(0.01)
+
+    async def broadcast(
+        self, payload: Payload, *, push: bool = True, names: Iterable[str] | None = None
+    ) -> float:
+        """Publish at the source; return the seconds until all named peers (default: all) have it.
+
+        Each must follow it by itself, on the offer.
+        """
+        start_s = trio.current_time()
+        self.source.node.publish(payload.signed, payload.assembly, push=push)
+        waiting = [m for m in self.peers if names is None or m.name in names]
+        async with trio.open_nursery() as nursery:
+            for member in waiting:
+                nursery.start_soon(self._wait, member, payload)
+        return trio.current_time() - start_s
+
+    async def _wait(self, member: Member, payload: Payload) -> None:
+        start_s = trio.current_time()
+        while member.node.assembly(payload.manifest_id) is None:
+            await trio.sleep(0.01)
+        assembly = await member.node.wait_complete(payload.manifest_id)
+        assert assembly.payload() == payload.assembly.payload()
+        member.completed_s[payload.manifest_id] = trio.current_time() - start_s

@@ -1,0 +1,113 @@
+"""Which payloads lead from one version to another, and which may be forgotten.
+
+The problem: a joiner, a straggler and a peer one version behind each need another path, and the
+publisher can keep only so much. The idea: a payload is an edge, from its base (or from nothing,
+for an anchor) to its version, that costs its bytes on the wire; the rest is the shortest path.
+Versions only grow along an edge, so one pass in order of version finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Final
+
+from echo2p2p.errors import LocalProtocolError
+from echo2p2p.ids import ManifestId, Version
+
+ANCHOR_SHARE: Final = 0.25
+"""An anchor is due when the deltas since the last one take this share of its bytes."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One published payload.
+
+    Attributes:
+        manifest_id: Its name.
+        version: What it leads to.
+        base_version: What it must be applied to; ``None``: an anchor, from anything.
+        wire_bytes: Payload and index.
+    """
+
+    manifest_id: ManifestId
+    version: Version
+    base_version: Version | None
+    wire_bytes: int
+
+
+def plan_path(
+    links: Iterable[Link], have: Version | None, target: Version
+) -> tuple[Link, ...] | None:
+    """Return the cheapest path in bytes from ``have`` (``None``: nothing) to ``target``.
+
+    Among paths of equal cost the one with fewer links wins, then the smaller manifest id, from
+    the end. An anchor may be used whatever is held. The path is empty if ``have`` is ``target``.
+
+    Returns:
+        The links in order of application; ``None`` if nothing leads there.
+
+    Raises:
+        LocalProtocolError: A link whose base is not older than its version, or of negative cost.
+    """
+    if have == target:
+        return ()
+    costs: dict[Version | None, tuple[int, int]] = {None: (0, 0)}
+    if have is not None:
+        costs[have] = (0, 0)
+    last: dict[Version | None, Link] = {}
+    for link in _in_order(links):
+        before = costs.get(link.base_version)
+        if before is None:
+            continue
+        cost = (before[0] + link.wire_bytes, before[1] + 1)
+        if link.version not in costs or cost < costs[link.version]:
+            costs[link.version] = cost
+            last[link.version] = link
+    if target not in last:
+        return None
+    path = [last[target]]
+    while path[-1].base_version in last:
+        path.append(last[path[-1].base_version])
+    return tuple(reversed(path))
+
+
+def anchor_due(chain_bytes_since_anchor: int, anchor_bytes: int) -> bool:
+    """Say whether the deltas since the last anchor have grown to `ANCHOR_SHARE` of it."""
+    return chain_bytes_since_anchor >= ANCHOR_SHARE * anchor_bytes
+
+
+def retained(links: Iterable[Link], needed_from: AbstractSet[Version | None]) -> tuple[Link, ...]:
+    """Return the links that must be kept, in order of version.
+
+    They are the newest anchor, every delta between it and the newest version, and the cheapest
+    path to the newest version from each of ``needed_from``: what live peers hold (``None``: a
+    joiner, who holds nothing). A holder that nothing leads on from needs nothing of us.
+    """
+    ordered = _in_order(links)
+    if not ordered:
+        return ()
+    newest = ordered[-1].version
+    keep: set[Link] = set()
+    anchors = [link for link in ordered if link.base_version is None]
+    if anchors:
+        start = anchors[-1].version
+        keep.add(next(link for link in anchors if link.version == start))
+        keep.update(
+            link for link in ordered if link.base_version is not None and link.base_version >= start
+        )
+    for have in needed_from:
+        keep.update(plan_path(ordered, have, newest) or ())
+    return tuple(link for link in ordered if link in keep)
+
+
+def _in_order(links: Iterable[Link]) -> list[Link]:
+    """Return ``links`` by version, ties by manifest id, checked."""
+    ordered = sorted(links, key=lambda link: (link.version, link.manifest_id))
+    for link in ordered:
+        if link.base_version is not None and link.base_version >= link.version:
+            raise LocalProtocolError(f"version {link.version} on base {link.base_version}")
+        if link.wire_bytes < 0:
+            raise LocalProtocolError(f"version {link.version} of {link.wire_bytes} bytes")
+    return ordered

@@ -1,0 +1,1 @@
+"""Bytes to messages and back: schemas, codec, frames, handshake. Sans-IO."""

@@ -1,0 +1,54 @@
+"""The one place where MessagePack is read or written.
+
+`msgpack` parses, with every limit set; `msgspec` turns the result into a frozen struct or refuses
+it. Nothing that came in is used untyped, and nothing is ever pickled or evaluated.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgpack
+import msgspec
+
+from echo2p2p.errors import RemoteProtocolError, Violation
+from echo2p2p.limits import (
+    MESSAGE_BINARY_BYTES_MAX,
+    MESSAGE_ITEMS_MAX,
+    MESSAGE_STRING_BYTES_MAX,
+)
+
+T = TypeVar("T")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Return the canonical bytes of ``message``: same message, same bytes, on any machine."""
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    packed = msgpack.packb(plain, use_bin_type=True)
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
+    """Return the message in ``data``, which must be of ``kind`` (a struct or a union of them).
+
+    Raises:
+        RemoteProtocolError: Not MessagePack, over a limit, an unknown field or a wrong type.
+            The sender is at fault; answer with the violation and do not retry.
+    """
+    try:
+        plain = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            max_str_len=MESSAGE_STRING_BYTES_MAX,
+            max_bin_len=MESSAGE_BINARY_BYTES_MAX,
+            max_array_len=MESSAGE_ITEMS_MAX,
+            max_map_len=MESSAGE_ITEMS_MAX,
+            max_ext_len=0,
+        )
+        return msgspec.convert(plain, kind, strict=True)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        detail = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RemoteProtocolError(Violation.MALFORMED, detail) from error

@@ -1,0 +1,1 @@
+"""Inference engines behind one port; each engine runs in a child process."""

@@ -1,0 +1,98 @@
+"""The port of an inference engine. Real engines run in a child process; the fake runs inline.
+
+The caller owns the flat state (a `SharedState`) and must not change it while `load` runs. Calls
+are made one at a time, except `close`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from echo2p2p.ids import Digest, Version
+from echo2p2p.net.ports import SharedState
+from echo2p2p.wire.messages import LayoutTable, Lease, Sample
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine needs once, before any weights."""
+
+    layout: LayoutTable
+    model_config: str
+    """Hugging Face ``config.json``."""
+    threads: int = 1
+    dtype: str = "float32"
+    """What the engine computes in; weights travel as they are in the layout."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a started engine says of itself."""
+
+    kind: str
+    device: str
+    dtype: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Weights are in place, and proved."""
+
+    version: Version
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Answers to one lease, aligned with the lease's seeds."""
+
+    lease_id: str
+    samples: tuple[Sample, ...]
+    """Version labels are what the engine itself reports, at start and at end."""
+    seconds: float
+    """This lease's share of the engine's time."""
+
+
+class Engine(Protocol):
+    """One model that generates; its weights change under it."""
+
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """Bring the engine up; may take minutes.
+
+        Raises:
+            EngineError: It did not come up; the message ends with the child's last words.
+        """
+        ...
+
+    async def load(self, version: Version, state: SharedState) -> LoadReport:
+        """Read the whole flat state into the engine and label it ``version``.
+
+        Raises:
+            EngineError: The engine is gone or refused the weights: close and start a new one.
+        """
+        ...
+
+    async def prove(self) -> Digest:
+        """Return the state digest of the tensors that the kernels really use, read back.
+
+        The caller compares it with the manifest's ``result_digest``; no work may be taken for a
+        version before they are equal.
+
+        Raises:
+            EngineError: The engine is gone.
+        """
+        ...
+
+    async def generate(self, leases: list[Lease]) -> list[Generated]:
+        """Answer all leases as one batch, in their order.
+
+        Raises:
+            EngineError: The engine is gone or hung; the leases are lost.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End it, within seconds, whatever it is doing. Idempotent."""
+        ...

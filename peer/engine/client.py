@@ -1,0 +1,82 @@
+"""An engine in a child process: the real form of `peer.engine.base.Engine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echo2p2p.errors import LocalProtocolError
+from echo2p2p.ids import Digest, Version
+from echo2p2p.net.child import ChildProcess
+from echo2p2p.net.ports import SharedState
+from echo2p2p.wire.messages import Lease
+from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.calls import LoadCall, PhaseReply
+
+
+class HfEngineProcess:
+    """See `peer.engine.base.Engine`.
+
+    Args:
+        start_silence_s: `start` has no deadline, but must give a sign of life this often: one
+            comes before and one after the imports.
+        load_timeout_s: For one load.
+        prove_timeout_s: For one proof.
+        generate_timeout_s: For one batch of leases.
+        log_file: What the engine prints is appended here.
+    """
+
+    def __init__(
+        self,
+        *,
+        start_silence_s: float = 600.0,
+        load_timeout_s: float = 300.0,
+        prove_timeout_s: float = 300.0,
+        generate_timeout_s: float = 1800.0,
+        log_file: Path | None = None,
+    ) -> None:
+        self.child = ChildProcess(
+            "engine", "peer.engine.worker", ("--kind", "hf"), log_file=log_file
+        )
+        self._start_silence_s = start_silence_s
+        self._load_timeout_s = load_timeout_s
+        self._prove_timeout_s = prove_timeout_s
+        self._generate_timeout_s = generate_timeout_s
+
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """Spawn and build; see the port."""
+        await self.child.start()
+        return await self.child.call(
+            "start",
+            setup,
+            EngineInfo,
+            timeout_s=None,
+            silence_s=self._start_silence_s,
+            progress=_alive,
+            progress_kind=PhaseReply,
+        )
+
+    async def load(self, version: Version, state: SharedState) -> LoadReport:
+        """Read the shared state; see the port."""
+        if not state.path:
+            raise LocalProtocolError("an engine process needs a shared state in a file")
+        call = LoadCall(version, state.path)
+        return await self.child.call("load", call, LoadReport, timeout_s=self._load_timeout_s)
+
+    async def prove(self) -> Digest:
+        """Read the live weights back; see the port."""
+        digest = await self.child.call("prove", None, bytes, timeout_s=self._prove_timeout_s)
+        return Digest(digest)
+
+    async def generate(self, leases: list[Lease]) -> list[Generated]:
+        """Answer leases; see the port."""
+        return await self.child.call(
+            "generate", leases, list[Generated], timeout_s=self._generate_timeout_s
+        )
+
+    async def close(self) -> None:
+        """End it; see the port."""
+        await self.child.close()
+
+
+def _alive(_: PhaseReply) -> None:
+    """A phase only shows that the child is alive."""

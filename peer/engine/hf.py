@@ -1,0 +1,297 @@
+"""Inference with transformers: one batched loop, weights changed in place and read back.
+
+For machines where vLLM cannot run, for tests, and as the plain statement of what an engine must
+do. The model is built from the configuration that the coordinator sent, with everything refused in
+it that would load code or files. Weights are copied from the shared state into the live
+parameters, and `HfEngine.prove` reads the same parameters back, so that a tensor which the kernels
+do not use cannot pass for one that they do.
+
+Prompts of different lengths are padded on the left; a lease's prompt is computed once and its
+cache repeated for its samples; rows that have ended leave the batch when half of it has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from echo2p2p.errors import EngineError
+from echo2p2p.ids import Digest, Version
+from echo2p2p.net.child_worker import Stopwatch, resident_bytes
+from echo2p2p.net.memory import map_state
+from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.state import state_digest
+from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
+from echo2p2p.wire.messages import Lease, Sample, Span
+from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.hf_batch import Batch
+from peer.engine.sampling import Distributions, Uniforms, choose
+
+ROWS_MAX: Final = 1024
+"""Rows of one batch; more are done in several batches, to bound the cache."""
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_STATE_DTYPES: Final = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "i8": torch.int8,
+    "i16": torch.int16,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
+
+_DROPPED_KEYS: Final = (
+    "auto_map",
+    "quantization_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_name_or_path",
+)
+"""Configuration keys that make transformers load code, kernels or files by name."""
+
+
+@dataclass
+class _Row:
+    """One sample under way."""
+
+    lease: Lease
+    place: int
+    """Of its lease in the call."""
+    seed: int
+    tokens_max: int = 0
+    open: bool = True
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def take(self, token: int, logprob: float) -> None:
+        """Add a token, which may be the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.open = token not in self.lease.stop_ids and len(self.tokens) < self.tokens_max
+
+
+class HfEngine:
+    """See `peer.engine.base.Engine`; the methods are its calls, blocking.
+
+    Args:
+        setup: As in the port.
+
+    Raises:
+        EngineError: The configuration makes no causal language model, or the layout is not its.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        torch.set_num_threads(setup.threads)
+        if setup.dtype not in DTYPES:
+            raise EngineError(f"dtype {setup.dtype!r} is none of {', '.join(DTYPES)}")
+        self._setup = setup
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = _build(setup.model_config, DTYPES[setup.dtype]).to(self._device).eval()
+        self._layout = Layout.from_table(setup.layout)
+        self._names = self._model.state_dict(keep_vars=True)
+        self._check_layout()
+        self._version: Version | None = None
+        config = self._model.config.get_text_config()
+        self._vocabulary = int(config.vocab_size)
+        self._positions: int = getattr(config, "max_position_embeddings", None) or 1 << 62
+
+    def info(self) -> EngineInfo:
+        """Return what the engine says of itself."""
+        return EngineInfo(
+            kind="hf",
+            device=str(self._device),
+            dtype=self._setup.dtype,
+            memory_bytes=resident_bytes(),
+        )
+
+    def _check_layout(self) -> None:
+        """Refuse a layout that does not name every tensor of the model, each once."""
+        specs = {name: s for s in self._setup.layout.tensors for name in (s.name, *s.tied)}
+        if specs.keys() != self._names.keys():
+            odd = min(specs.keys() ^ self._names.keys())
+            raise EngineError(f"the layout is not this model's: {odd} is only in one of them")
+        for spec in self._setup.layout.tensors:
+            for name in (spec.name, *spec.tied):
+                if list(self._names[name].shape) != spec.shape:
+                    raise EngineError(
+                        f"the layout is not this model's: {name} has shape "
+                        f"{list(self._names[name].shape)}, not {spec.shape}"
+                    )
+                if self._names[name] is not self._names[spec.name]:
+                    raise EngineError(f"the model does not tie {name} to {spec.name}")
+
+    # --- weights ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, version: Version, path: str) -> LoadReport:
+        """Copy the shared state into the live parameters."""
+        watch = Stopwatch()
+        self._version = None
+        mapped = map_state(path, self._layout.total_bytes, writable=False)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        for entry, spec in zip(self._layout.tensors, self._setup.layout.tensors, strict=True):
+            raw = flat[entry.offset : entry.offset + entry.bytes]
+            if entry.offset % entry.item_bytes:
+                raw = raw.clone()
+            source = raw.view(_STATE_DTYPES[spec.dtype]).view(spec.shape)
+            self._names[spec.name].copy_(source)
+        del flat, raw, source
+        mapped.close()
+        self._version = version
+        return LoadReport(version=version, seconds=watch.seconds())
+
+    @torch.no_grad()
+    def prove(self) -> Digest:
+        """Return the state digest of the parameters as they are."""
+        self._label()
+        state = bytearray(self._layout.total_bytes)
+        flat = torch.frombuffer(state, dtype=torch.uint8)
+        live = self._model.state_dict(keep_vars=True)
+        for entry, spec in zip(self._layout.tensors, self._setup.layout.tensors, strict=True):
+            tensor = live[spec.name].detach()
+            if any(live[name].data_ptr() != tensor.data_ptr() for name in spec.tied):
+                raise EngineError(f"{spec.name} is no longer tied to {', '.join(spec.tied)}")
+            bits = tensor.to("cpu", _STATE_DTYPES[spec.dtype]).reshape(-1)
+            flat[entry.offset : entry.offset + entry.bytes].copy_(bits.view(torch.uint8))
+        del flat
+        return state_digest(self._layout, state)
+
+    def _label(self) -> Version:
+        if self._version is None:
+            raise EngineError("the engine has no weights")
+        return self._version
+
+    # --- generation ---------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def generate(self, leases: Sequence[Lease]) -> list[Generated]:
+        """Answer all leases as one batch, in their order.
+
+        Raises:
+            EngineError: No weights, or a lease that this model cannot answer (named); nothing was
+                generated then.
+        """
+        watch = Stopwatch()
+        version = self._label()
+        prompts = [self._checked(lease) for lease in leases]
+        rows = [
+            _Row(lease, place, seed, min(lease.tokens_max, self._positions - prompt.size))
+            for place, (lease, prompt) in enumerate(zip(leases, prompts, strict=True))
+            if lease.forced is None
+            for seed in lease.seeds
+        ]
+        for start in range(0, len(rows), ROWS_MAX):
+            self._sample(rows[start : start + ROWS_MAX], prompts)
+        for place, lease in enumerate(leases):
+            if lease.forced is not None:
+                rows += self._score(lease, place, prompts[place])
+        assert self._label() == version
+        total = max(1, sum(len(row.tokens) for row in rows))
+        seconds = watch.seconds()
+        answers: list[list[_Row]] = [[] for _ in leases]
+        for row in rows:
+            answers[row.place].append(row)
+        return [
+            Generated(
+                lease_id=lease.lease_id,
+                samples=tuple(_to_sample(row, version) for row in answer),
+                seconds=seconds * sum(len(row.tokens) for row in answer) / total,
+            )
+            for lease, answer in zip(leases, answers, strict=True)
+        ]
+
+    def _checked(self, lease: Lease) -> NDArray[np.uint32]:
+        """Return the lease's prompt, or refuse it before any work is done."""
+        prompt = to_tokens(lease.prompt)
+        forced = None if lease.forced is None else to_tokens(lease.forced)
+        answer = 1 if forced is None else int(forced.size)
+        if lease.samples != len(lease.seeds) or lease.tokens_max < 1 or answer < 1:
+            problem = "asks for nothing"
+        elif lease.sampling.temperature <= 0 or lease.sampling.top_p <= 0:
+            problem = f"has temperature {lease.sampling.temperature}, top-p {lease.sampling.top_p}"
+        elif prompt.size == 0 or prompt.size + answer > self._positions:
+            problem = f"has a prompt of {prompt.size} tokens; the model takes {self._positions}"
+        elif max(prompt.max(), 0 if forced is None else forced.max()) >= self._vocabulary:
+            problem = f"has tokens beyond the vocabulary of {self._vocabulary}"
+        else:
+            return prompt
+        raise EngineError(f"lease {lease.lease_id} {problem}")
+
+    def _sample(self, rows: Sequence[_Row], prompts: Sequence[NDArray[np.uint32]]) -> None:
+        """Fill the rows' tokens and log-probs: one token of each a turn, until all have ended."""
+        used = sorted({row.place for row in rows})
+        batch = Batch(self._model, [prompts[place] for place in used], self._device)
+        batch.select([used.index(row.place) for row in rows])
+        uniforms = Uniforms([row.seed for row in rows])
+        shape = Distributions([row.lease.sampling for row in rows], self._device)
+        active = rows  # aligned with the batch, the uniforms and the distributions
+        while True:
+            logprobs = shape.log_softmax(batch.logits)
+            tokens = choose(logprobs, uniforms.draw())
+            values = logprobs.gather(-1, tokens[:, None])[:, 0]
+            for row, token, value in zip(active, tokens.tolist(), values.tolist(), strict=True):
+                if row.open:
+                    row.take(token, value)
+            going = [place for place, row in enumerate(active) if row.open]
+            if not going:
+                return
+            if 2 * len(going) <= len(active):
+                batch.select(going)
+                shape.keep(going)
+                uniforms.keep(going)
+                tokens = tokens[going]
+                active = [active[place] for place in going]
+            batch.step(tokens)
+
+    def _score(self, lease: Lease, place: int, prompt: NDArray[np.uint32]) -> list[_Row]:
+        """Return the log-probs of given tokens, the same for each seed."""
+        assert lease.forced is not None
+        forced = to_tokens(lease.forced)
+        tokens = torch.from_numpy(np.concatenate([prompt, forced]).astype(np.int64))
+        logits = self._model(
+            input_ids=tokens[None, :-1].to(self._device),
+            logits_to_keep=int(forced.size),
+            use_cache=False,
+        ).logits[0]
+        logprobs = Distributions([lease.sampling], self._device).log_softmax(logits)
+        wanted = tokens[prompt.size :, None].to(self._device)
+        values = logprobs.gather(-1, wanted)[:, 0].tolist()
+        return [
+            _Row(lease, place, seed, tokens=forced.tolist(), logprobs=values)
+            for seed in lease.seeds
+        ]
+
+
+def _to_sample(row: _Row, version: Version) -> Sample:
+    finish: Literal["stop", "length"] = "stop" if row.tokens[-1] in row.lease.stop_ids else "length"
+    return Sample(
+        tokens=from_tokens(row.tokens),
+        logprobs=from_logprobs(row.logprobs),
+        spans=[Span(version=version, start=0, end=len(row.tokens))],
+        finish=finish,
+    )
+
+
+def _build(model_config: str, dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers has no types
+    """Return a model with weights of no meaning."""
+    try:
+        plain = json.loads(model_config)
+        kind = plain.pop("model_type")
+        for key in _DROPPED_KEYS:
+            plain.pop(key, None)
+        config = AutoConfig.for_model(kind, **plain)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise EngineError(f"the model configuration cannot be used: {error}") from error

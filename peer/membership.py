@@ -1,0 +1,218 @@
+"""One incarnation of a peer: heartbeats, versions, work, until the membership ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, Literal
+
+import trio
+
+from echo2p2p.errors import LinkError, RefusedError
+from echo2p2p.ids import SOURCE, Incarnation, PeerId
+from echo2p2p.net.ports import Entropy, HttpClient, Journal, Offload, Streams
+from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.wire.messages import Heartbeat, JoinReply, Measurements, Plan
+from peer.config import PeerSettings
+from peer.coordinator_client import NOT_A_MEMBER, BusyError, CoordinatorClient
+from peer.keeper import EngineKeeper
+from peer.rollouts import Rollouts
+from peer.weights import Follower, Weights
+
+WORK_DECIDED: Final = "work.decided"
+HEARTBEAT_FAILED: Final = "heartbeat.failed"
+GOODBYE_S: Final = 1.5
+"""How long a leave message may take."""
+
+Outcome = Literal["finished", "failed", "evicted"]
+
+
+class Membership:
+    """From the join's answer to the end."""
+
+    def __init__(
+        self,
+        *,
+        settings: PeerSettings,
+        streams: Streams,
+        entropy: Entropy,
+        offload: Offload,
+        sign: Callable[[bytes], bytes],
+        reply: JoinReply,
+        run_public_key: bytes,
+        http: HttpClient,
+        journal: Journal,
+    ) -> None:
+        self._settings = settings
+        self._offload = offload
+        self._reply = reply
+        self._run_public_key = run_public_key
+        self._journal = journal
+        self._heard_s = trio.current_time()
+        self._plan = reply.plan
+        self._client = CoordinatorClient(
+            http, reply.credential, Incarnation(reply.incarnation), self._heard
+        )
+        self._follower: Follower | None = None
+        self._outcome: Outcome | None = None
+        self._failure: RefusedError | LinkError | None = None
+        self._scope = trio.CancelScope()
+        self.relay = RelayNode(
+            me=PeerId(reply.peer_id),
+            run_id=reply.run_id,
+            run_public_key=run_public_key,
+            sign=sign,
+            card=reply.card,
+            streams=streams,
+            endpoint=None,
+            wants=lambda header: self._follower is not None and self._follower.wants(header),
+            journal=journal,
+            entropy=entropy,
+            rng=entropy.rng("relay"),
+            settings=RelaySettings(),
+        )
+
+    def _heard(self) -> None:
+        self._heard_s = trio.current_time()
+
+    # --- running ------------------------------------------------------------------------------
+
+    async def run(self, weights: Weights, keeper: EngineKeeper | None) -> Outcome:
+        """Work until the run ends or we are no member any more.
+
+        Raises:
+            RefusedError: The coordinator does not take us.
+            LinkError: It has not answered for ``join_timeout_s``.
+        """
+        self._follower = Follower(
+            client=self._client,
+            relay=self.relay,
+            weights=weights,
+            keeper=keeper,
+            run_public_key=self._run_public_key,
+            offload=self._offload,
+            journal=self._journal,
+            stall_timeout_s=self._settings.stall_timeout_s,
+        )
+        work = None
+        if keeper is not None:
+            work = Rollouts(
+                client=self._client,
+                incarnation=Incarnation(self._reply.incarnation),
+                keeper=keeper,
+                leases_at_once=self._settings.engine.leases_at_once,
+                journal=self._journal,
+            )
+        with self._scope:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.relay.run)
+                self._obey(self._plan)
+                nursery.start_soon(self._guarded, self._follower.run)
+                nursery.start_soon(self._guarded, self._beats, weights, keeper, work)
+                if work is not None:
+                    nursery.start_soon(self._guarded, work.run)
+        if self._failure is not None:
+            raise self._failure
+        assert self._outcome is not None, "only an end cancels the scope"
+        return self._outcome
+
+    async def _guarded(self, part: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run a part; its expected ends become the membership's end, not a nursery's error."""
+        try:
+            await part(*args)
+        except* RefusedError as group:
+            error = _first(group)
+            if error.reason == NOT_A_MEMBER:
+                self._finish("evicted")
+            else:
+                self._failure = error
+                self._scope.cancel()
+
+    def _finish(self, outcome: Outcome) -> None:
+        if self._outcome is None:
+            self._outcome = outcome
+        self._scope.cancel()
+
+    # --- heartbeats ---------------------------------------------------------------------------
+
+    async def _beats(
+        self, weights: Weights, keeper: EngineKeeper | None, work: Rollouts | None
+    ) -> None:
+        """Renew the term; sooner whenever the proved version changes."""
+        while True:
+            beat = self._beat(weights, keeper, work)
+            try:
+                reply = await self._client.heartbeat(beat)
+            except BusyError as busy:
+                await trio.sleep(busy.retry_after_s)
+                continue
+            except LinkError as error:
+                self._journal.event(HEARTBEAT_FAILED, detail=str(error))
+                if trio.current_time() - self._heard_s > self._settings.join_timeout_s:
+                    self._failure = error
+                    self._scope.cancel()
+                await trio.sleep(min(1.0, self._reply.heartbeat_s))
+                continue
+            rejected = [outcome.reason for outcome in reply.outcomes if not outcome.accepted]
+            if reply.outcomes:
+                self._journal.event(
+                    WORK_DECIDED,
+                    trained=len(reply.outcomes) - len(rejected),
+                    rejected=sorted({reason or "" for reason in rejected}),
+                )
+            self._obey(reply.plan)
+            with trio.move_on_after(self._reply.heartbeat_s):
+                await self._changed(keeper).park()
+
+    def _changed(self, keeper: EngineKeeper | None) -> trio.lowlevel.ParkingLot:
+        assert self._follower is not None
+        return self._follower.applied if keeper is None else keeper.changed
+
+    def _beat(
+        self, weights: Weights, keeper: EngineKeeper | None, work: Rollouts | None
+    ) -> Heartbeat:
+        version = weights.version if keeper is None else keeper.version
+        traffic = self.relay.statistics()
+        return Heartbeat(
+            incarnation=self._reply.incarnation,
+            state="warming" if version is None else "ready",
+            version=version,
+            holdings=list(self.relay.holds()),
+            measurements=Measurements(
+                relayed_bytes=traffic.relayed_bytes,
+                received_bytes=traffic.received_bytes,
+                duplicate_bytes=traffic.duplicate_bytes,
+                tokens_generated=0 if keeper is None else keeper.tokens_generated,
+                engine_tokens_per_s=0.0 if keeper is None else keeper.tokens_per_s,
+                queue_leases=0 if work is None else work.held,
+            ),
+            price_usd_per_hour=self._settings.price_usd_per_hour,
+            available_s=None,
+        )
+
+    def _obey(self, plan: Plan) -> None:
+        self._plan = plan
+        source = next((n.address for n in plan.neighbours if n.peer_id == SOURCE), None)
+        others = [n for n in plan.neighbours if n.peer_id != SOURCE]
+        self.relay.set_neighbours(others, source)
+        if plan.run_state == "finished":
+            self._finish("finished")
+        elif plan.run_state == "failed":
+            self._finish("failed")
+
+    async def leave(self) -> None:
+        """Say goodbye if we still are a member; bounded, never fails."""
+        if self._outcome == "evicted":
+            return
+        with trio.move_on_after(GOODBYE_S, shield=True):
+            try:
+                await self._client.leave("the peer stops")
+            except (LinkError, RefusedError):
+                return
+
+
+def _first(group: BaseExceptionGroup[RefusedError]) -> RefusedError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, RefusedError)
+    return error

@@ -1,0 +1,1 @@
+"""Stories that run the real programs, in virtual time or as processes."""

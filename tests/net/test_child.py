@@ -1,0 +1,226 @@
+"""Child processes: calls, every way to die, and that nobody is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import trio
+
+from echo2p2p.errors import ChildError, LocalProtocolError
+from echo2p2p.net import child as child_module
+from echo2p2p.net.child import ChildProcess
+from echo2p2p.testing.children import MODULE, make_child
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def child():
+    subject = make_child()
+    await subject.start()
+    yield subject
+    await subject.close()
+
+
+async def wait_gone(pid):
+    """Wait until no process has this id, or only a zombie."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        with trio.fail_after(10):
+            await trio.lowlevel.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3_000_000])
+async def test_a_reply_is_what_the_child_returned(child, size):
+    data = os.urandom(size)
+    assert await child.call("echo", data, bytes, timeout_s=20) == data
+
+
+async def test_progress_arrives_in_order_before_the_reply(child):
+    seen = []
+    result = await child.call(
+        "count", 5, int, timeout_s=20, progress=seen.append, progress_kind=int
+    )
+    assert (seen, result) == ([0, 1, 2, 3, 4], 5)
+
+
+async def test_an_exception_comes_back_in_one_line_and_the_child_lives_on(child):
+    with pytest.raises(ChildError) as caught:
+        await child.call("fail", "no\nsuch thing", type(None), timeout_s=20)
+    assert str(caught.value) == "subject: RuntimeError: no such thing"
+    assert await child.call("echo", b"x", bytes, timeout_s=20) == b"x"
+    assert "Traceback" in child.log_tail
+
+
+async def test_an_unknown_method_and_a_wrong_argument_are_failures_of_the_call(child):
+    with pytest.raises(ChildError, match="KeyError"):
+        await child.call("nonsense", None, type(None), timeout_s=20)
+    with pytest.raises(ChildError, match="Expected `bytes`"):
+        await child.call("echo", 7, bytes, timeout_s=20)
+
+
+async def test_a_death_is_reported_with_its_code_and_last_words(child):
+    with pytest.raises(ChildError, match="died during 'die' with exit code 7") as caught:
+        await child.call("die", 7, type(None), timeout_s=20)
+    assert caught.value.log_tail == "last words"
+    with pytest.raises(ChildError, match="died"):
+        await child.call("echo", b"", bytes, timeout_s=20)
+
+
+async def test_a_kill_is_reported_with_its_signal(child):
+    with pytest.raises(ChildError, match="of SIGKILL"):
+        await child.call("kill", signal.SIGKILL, type(None), timeout_s=20)
+
+
+async def test_a_module_that_cannot_be_loaded_dies_with_the_reason():
+    subject = ChildProcess("subject", "echo2p2p.no_such_module")
+    await subject.start()
+    with pytest.raises(ChildError, match="No module named"):
+        await subject.call("echo", b"", bytes, timeout_s=20)
+    await subject.close()
+
+
+async def test_a_late_or_silent_child_is_given_up_and_unusable(child):
+    with pytest.raises(ChildError, match=r"did not finish 'hang' within 0\.05 s"):
+        await child.call("hang", None, type(None), timeout_s=0.05)
+    with pytest.raises(ChildError, match="did not finish"):
+        await child.call("echo", b"", bytes, timeout_s=20)
+
+
+async def test_silence_is_counted_from_the_last_sign_of_life(child):
+    seen = []
+    await child.call("echo", b"", bytes, timeout_s=20)
+    with pytest.raises(ChildError, match=r"no sign of life for 0\.5 s"):
+        await child.call(
+            "burn", None, int, timeout_s=None, silence_s=0.5, progress=seen.append,
+            progress_kind=int,
+        )  # fmt: skip
+    assert seen == [child.pid]
+
+
+async def test_a_cancelled_call_leaves_the_child_unusable_and_close_kills_it(child):
+    with trio.move_on_after(0.05):
+        await child.call("burn", None, int, timeout_s=None)
+    with pytest.raises(ChildError, match="cancelled"):
+        await child.call("echo", b"", bytes, timeout_s=20)
+    pid = child.pid
+    await child.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_two_calls_at_once_are_our_own_bug(child):
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: child.call("count", 1, int, timeout_s=20))
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(LocalProtocolError):
+            await child.call("count", 1, int, timeout_s=20)
+
+
+async def test_close_during_a_call_ends_the_call_too(child):
+    errors = []
+
+    async def call():
+        try:
+            await child.call("burn", None, int, timeout_s=None)
+        except ChildError as error:
+            errors.append(str(error))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await trio.testing.wait_all_tasks_blocked()
+        await child.close()
+    assert errors == ["subject: it was closed"]
+
+
+async def test_close_is_idempotent_even_when_never_started_or_already_dead(child):
+    with pytest.raises(ChildError):
+        await child.call("kill", signal.SIGKILL, type(None), timeout_s=20)
+    await child.close()
+    await child.close()
+    unborn = make_child()
+    await unborn.close()
+    with pytest.raises(LocalProtocolError):
+        await unborn.start()
+
+
+async def test_close_finishes_although_its_caller_is_cancelled(child):
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await child.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+
+
+async def test_an_idle_child_is_let_go_politely(child):
+    await child.call("echo", b"", bytes, timeout_s=20)
+    await child.close()
+    assert child._process.returncode == 0
+
+
+async def test_all_of_the_output_goes_to_the_log_file_and_the_tail_is_bounded(tmp_path):
+    log = tmp_path / "child.log"
+    log.write_bytes(b"before\n")
+    subject = make_child(log_file=log)
+    await subject.start()
+    assert await subject.call("write", 300_000, int, timeout_s=20) == 300_000
+    await subject.close()
+    assert log.read_bytes() == b"before\n" + b"x" * 300_000 + b" end\n"
+    assert len(subject.log_tail) == child_module.LOG_TAIL_BYTES
+    assert subject.log_tail.endswith("x end\n")
+
+
+async def test_children_stay_offline_single_threaded_and_can_be_told_otherwise():
+    subject = make_child(environment={"OMP_NUM_THREADS": "3"})
+    await subject.start()
+    try:
+        values = [
+            await subject.call("environment", name, str, timeout_s=20)
+            for name in ("HF_HUB_OFFLINE", "OMP_WAIT_POLICY", "OMP_NUM_THREADS")
+        ]
+    finally:
+        await subject.close()
+    assert values == ["1", "PASSIVE", "3"]
+
+
+def test_the_blocking_side_imports_neither_trio_nor_torch():
+    code = "import sys, echo2p2p.net.child_worker, echo2p2p.net.memory; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)
+    assert not {b"trio", b"torch", b"asyncio", b"numpy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("method", ["burn", "fork_and_burn"])
+async def test_killing_the_parent_leaves_no_orphan_although_the_child_is_busy(method):
+    parent = await trio.lowlevel.open_process(
+        [sys.executable, "-P", "-m", MODULE, "parent", method], stdout=subprocess.PIPE
+    )
+    line = b""
+    with trio.fail_after(20):
+        while not line.endswith(b"\n"):
+            line += await parent.stdout.receive_some()
+    pids = [int(word) for word in line.split()]
+    assert len(pids) == 2
+    parent.kill()
+    await parent.wait()
+    await parent.stdout.aclose()
+    for pid in pids:
+        await wait_gone(pid)
+
+
+async def test_close_takes_the_childs_own_children_along(child):
+    pids = []
+    await child.call("echo", b"", bytes, timeout_s=20)
+    with pytest.raises(ChildError):
+        await child.call(
+            "fork_and_burn", None, int, timeout_s=None, silence_s=0.5, progress=pids.append,
+            progress_kind=int,
+        )  # fmt: skip
+    await child.close()
+    await wait_gone(pids[0])
