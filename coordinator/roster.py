@@ -221,6 +221,7 @@ class Roster:
             member.peer_id, member.incarnation, member.measurements.relayed_bytes
         )
         await self._desk.end_peer(member.peer_id, member.incarnation)
+        self._state.notify()
 
     async def traffic(self) -> dict[PeerId, int]:
         """Return the chunk bytes that each peer ever relayed, by its own account."""

@@ -203,6 +203,7 @@ class PeerApp:
                     entropy=ports.entropy,
                     offload=ports.offload,
                     sign=self._identity.sign,
+                    dialable=address is not None,
                     reply=reply,
                     run_public_key=trust.run_public_key,
                     http=http,

@@ -40,9 +40,9 @@ def make_world(seed: int) -> World:
         WorldSpec(
             settings=SETTINGS,
             peers=(
-                PeerSpec("ann", up_bytes_per_s=1.25e6, seconds_per_token=0.03),
-                PeerSpec("bob", up_bytes_per_s=2.5e6, seconds_per_token=0.05),
-                PeerSpec("cem", up_bytes_per_s=5e6, seconds_per_token=0.08),
+                PeerSpec("ann", up_bytes_per_s=1.25e6, seconds_per_token=0.08),
+                PeerSpec("bob", up_bytes_per_s=2.5e6, seconds_per_token=0.1),
+                PeerSpec("cem", up_bytes_per_s=5e6, seconds_per_token=0.15),
             ),
             learner_faults=(LearnerFaults(die_at_step=14),),
         ),

@@ -52,7 +52,8 @@ class PeerSpec:
     latency_s: float = 0.02
     start_s: float = 2.0
     """Of the engine."""
-    seconds_per_token: float = 0.05
+    seconds_per_token: float = 0.1
+    leases_at_once: int = 2
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ class World:
                 "token": self._address.token,
                 "name": name,
                 "relay": {"public_host": name},
+                "engine": {"leases_at_once": spec.leases_at_once},
             }
         )
         with trio.CancelScope() as machine.scope:

@@ -137,7 +137,8 @@ class RelayNode:
         sign: Signs with our identity key; with the run's key at the source.
         card: Signed `MemberCard` of this incarnation; ``None`` at the source.
         streams: The network.
-        endpoint: Where to listen; ``None``: only dial.
+        endpoint: Where to listen; ``None``: only dial, and `accept` what the caller listens for.
+        dialable: Whether others can dial us; by default if there is an ``endpoint``.
         wants: Whether to follow a verified manifest that a peer offers; synchronous.
         journal: Where events go.
         entropy: For nonces.
@@ -155,6 +156,7 @@ class RelayNode:
         card: Signed | None,
         streams: Streams,
         endpoint: Endpoint | None,
+        dialable: bool | None = None,
         wants: Callable[[ManifestHeader], bool],
         journal: Journal,
         entropy: Entropy,
@@ -164,6 +166,7 @@ class RelayNode:
         self._self = Self(me, run_id, run_public_key, card, sign)
         self._streams = streams
         self._endpoint = endpoint
+        self._dialable = endpoint is not None if dialable is None else dialable
         self._wants = wants
         self._journal = journal
         self._entropy = entropy
@@ -218,7 +221,7 @@ class RelayNode:
             if peer_id == self._self.peer_id:
                 continue
             count += 1
-            ours = self._endpoint is None or self._self.peer_id < peer_id
+            ours = not self._dialable or self._self.peer_id < peer_id
             if neighbour.address is not None and ours:
                 targets[peer_id] = Endpoint(neighbour.address.host, neighbour.address.port)
         if source is not None and self._self.peer_id != SOURCE:

@@ -27,7 +27,7 @@ from echo2p2p.errors import ConfigError, LinkError
 from echo2p2p.net.ports import Endpoint
 
 SEGMENT_BYTES: Final = 16 * 1024
-WINDOW_BYTES: Final = 64 * 1024
+WINDOW_BYTES: Final = 128 * 1024
 PORT_FIRST: Final = 49152
 
 Accept = Callable[[trio.abc.Stream], Awaitable[None]]
