@@ -21,8 +21,8 @@ from coordinator.membership import Duplicate, Full, Member, Wait
 from coordinator.publish import Publisher
 from coordinator.roster import Roster, Starting
 from coordinator.run_state import RunState
-from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError
-from echo2p2p.ids import Incarnation, ManifestId, Version
+from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError, Violation
+from echo2p2p.ids import Incarnation, ManifestId, PeerId, Version
 from echo2p2p.limits import HTTP_BODY_BYTES_MAX, HTTP_CONTROL_BYTES_MAX, PROTOCOL
 from echo2p2p.net.ports import Journal, Request, Response, Route
 from echo2p2p.net.routing import refusal
@@ -47,6 +47,10 @@ from echo2p2p.wire.messages import (
 WAIT_S_MAX: Final = 30.0
 """Longest long poll; proxies cut idle connections after about a minute."""
 JOIN_REFUSED: Final = "join.refused"
+COUNT_MAX: Final = 2**53
+"""Of any counter that a peer reports; exact in JSON, and sums of them fit into a store's row."""
+NAME_CHARACTERS_MAX: Final = 100
+HOST_CHARACTERS_MAX: Final = 255
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -130,7 +134,7 @@ class Api:
                 401, "wrong_token", "the join token is not this run's; ask its owner for it"
             )
         try:
-            message = codec.decode(request.body, JoinRequest)
+            message = _checked_join(codec.decode(request.body, JoinRequest))
         except RemoteProtocolError as error:
             return refusal(400, error.violation.value, error.detail)
         if message.protocol != PROTOCOL:
@@ -183,6 +187,8 @@ class Api:
                 return member
             try:
                 message = codec.decode(request.body, kind)
+                if isinstance(message, Heartbeat):
+                    _check_figures(message)
             except RemoteProtocolError as error:
                 return refusal(400, error.violation.value, error.detail)
             incarnation = getattr(message, "incarnation", None)
@@ -199,12 +205,11 @@ class Api:
             if credential is None
             else self._state.members.by_credential(credential_digest(credential))
         )
+        if member is None and not self._roster.is_open:  # we restarted; it may well be one
+            return refusal(503, "starting", "the learner is still starting", retry_after_s=1.0)
         if member is None:
             return refusal(401, "not_a_member", "unknown or ended membership; join again")
-        if self._secrets.tls and (
-            request.client_certificate is None
-            or certificate_owner(request.client_certificate) != member.peer_id
-        ):
+        if self._secrets.tls and _owner(request.client_certificate) != member.peer_id:
             return refusal(401, "wrong_certificate", "the TLS certificate is not this member's")
         return member
 
@@ -289,7 +294,57 @@ def _answer(message: Message) -> Response:
 
 def _bearer(request: Request) -> str | None:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
-    return value if scheme.lower() == "bearer" and value else None
+    # Header bytes that are no text arrive as surrogates, which nothing of ours can encode.
+    return value if scheme.lower() == "bearer" and value and value.isascii() else None
+
+
+def _owner(certificate: bytes | None) -> PeerId | None:
+    try:
+        return None if certificate is None else certificate_owner(certificate)
+    except RemoteProtocolError:
+        return None
+
+
+def _checked_join(message: JoinRequest) -> JoinRequest:
+    """Return the request if what it says can be shown to people and told to other peers.
+
+    Raises:
+        RemoteProtocolError: A name or an address that no honest peer has.
+    """
+    name, relay = message.name, message.relay
+    if len(name) > NAME_CHARACTERS_MAX or not name.isprintable():
+        detail = f"the name must be printable, of {NAME_CHARACTERS_MAX} characters at most"
+        raise RemoteProtocolError(Violation.MALFORMED, detail)
+    if relay is not None and not (
+        0 < relay.port < 65536
+        and 0 < len(relay.host) <= HOST_CHARACTERS_MAX
+        and relay.host.isascii()
+        and relay.host.isprintable()
+    ):
+        raise RemoteProtocolError(Violation.MALFORMED, "the relay's address cannot be dialled")
+    return message
+
+
+def _check_figures(beat: Heartbeat) -> None:
+    """Refuse figures that cannot be: they would be stored, summed and shown.
+
+    Raises:
+        RemoteProtocolError: Negative, infinite, not a number, or beyond `COUNT_MAX`.
+    """
+    said = beat.measurements
+    counts = (
+        said.relayed_bytes,
+        said.received_bytes,
+        said.duplicate_bytes,
+        said.tokens_generated,
+        said.queue_leases,
+        beat.version or 0,
+    )
+    figures = (said.engine_tokens_per_s, beat.price_usd_per_hour, beat.available_s or 0.0)
+    if not all(0 <= count <= COUNT_MAX for count in counts):
+        raise RemoteProtocolError(Violation.MALFORMED, f"a count is not in 0..{COUNT_MAX}")
+    if not all(0.0 <= figure < math.inf for figure in figures):
+        raise RemoteProtocolError(Violation.MALFORMED, "a figure is negative or not finite")
 
 
 def _wait_s(asked: float) -> float:

@@ -27,6 +27,9 @@ from echo2p2p.wire.messages import Lease, Signed, Upload
 LEASE_ROWS_KEPT: Final = 100_000
 """Ended leases (without their bodies) that still answer a late or repeated upload by name."""
 
+RELAYED_BYTES_MAX: Final = 2**53
+"""Nine petabytes; exact in JSON and far from what a row's integer overflows at."""
+
 MIGRATIONS: Final[tuple[str, ...]] = (
     """
     CREATE TABLE run (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
@@ -206,13 +209,17 @@ class Book:
     async def end_member(
         self, peer_id: PeerId, incarnation: Incarnation, relayed_bytes: int
     ) -> None:
-        """Mark an incarnation as gone and add what it relayed."""
+        """Mark an incarnation as gone and add what it relayed, by its own account.
+
+        That account is a stranger's: whatever it says, the sum stays within `RELAYED_BYTES_MAX`.
+        """
+        relayed_bytes = max(0, min(relayed_bytes, RELAYED_BYTES_MAX))
 
         def work(rows: Rows) -> None:
             rows.execute(
-                "UPDATE members SET live = 0, relayed_bytes = relayed_bytes + ? "
+                "UPDATE members SET live = 0, relayed_bytes = min(relayed_bytes + ?, ?) "
                 "WHERE peer_id = ? AND incarnation = ? AND live",
-                (relayed_bytes, peer_id, incarnation),
+                (relayed_bytes, RELAYED_BYTES_MAX, peer_id, incarnation),
             )
 
         await self._store.transact(work)
@@ -471,8 +478,9 @@ class Book:
     async def roll_back(self, step: Step) -> int:
         """The learner restarts from a checkpoint at ``step``: later steps never happened.
 
-        Versions of later steps die; what those steps had consumed, and what was sampled from
-        them and still waits, is rejected as of a dead generation.
+        Versions of later steps die, and what those steps had consumed is rejected as of a dead
+        generation. What was sampled from them and still waits is rejected by the intake, which
+        knows it; after a crash in between it does so when it takes up the rows.
 
         Returns:
             How many trajectories that were counted as trained no longer are.

@@ -6,15 +6,24 @@ is wrong becomes a `ConfigError` with the key's path.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from echo2p2p.limits import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, SAMPLES_PER_LEASE_MAX
+from echo2p2p.limits import (
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
+    HTTP_BODY_BYTES_MAX,
+    SAMPLES_PER_LEASE_MAX,
+    TOKENS_PER_SAMPLE_MAX,
+)
 from echo2p2p.rollouts.admission import default_publication_period
 
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+UPLOAD_BYTES_PER_TOKEN: Final = 8
+"""An id and a log-prob. Half of a body is kept free for what surrounds them."""
 
 
 class Section(BaseModel):
@@ -80,7 +89,7 @@ class RolloutsSection(Section):
     """S: largest age, in steps, that may be trained on."""
     publication_period: Positive | None = None
     """κ: steps between publications; default max(1, S - 1)."""
-    tokens_max: Positive = 256
+    tokens_max: Annotated[int, Field(gt=0, le=TOKENS_PER_SAMPLE_MAX)] = 256
     """Longest answer, in tokens."""
     temperature: PositiveFloat = 1.0
     """Of sampling; log-probs are of the tempered distribution."""
@@ -194,7 +203,14 @@ class Settings(Section):
         if rollouts.kappa > rollouts.staleness_budget + 1:
             raise ValueError(
                 f"rollouts.publication_period {rollouts.kappa} is over staleness_budget + 1 = "
-                f"{rollouts.staleness_budget + 1}: the learner would wait for ever; lower it"
+                f"{rollouts.staleness_budget + 1}, so the learner would wait for ever; lower it"
+            )
+        upload_bytes = UPLOAD_BYTES_PER_TOKEN * rollouts.samples_per_prompt * rollouts.tokens_max
+        if upload_bytes > HTTP_BODY_BYTES_MAX // 2:
+            raise ValueError(
+                f"rollouts.tokens_max {rollouts.tokens_max} for {rollouts.samples_per_prompt} "
+                f"samples makes uploads of {upload_bytes} bytes, over the limit of "
+                f"{HTTP_BODY_BYTES_MAX // 2}; lower one of them"
             )
         if membership.term_s < 2 * membership.heartbeat_s:
             raise ValueError(

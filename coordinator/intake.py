@@ -6,7 +6,10 @@ item's seed and the tokens, so that scoring can be done again after a crash.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -37,6 +40,14 @@ SCORED_AT_ONCE_MAX: Final = 64
 """Groups in one call of the task worker."""
 
 
+@dataclass(eq=False)
+class _Watch:
+    """Groups on their way, and those of them that a rollback has lost meanwhile."""
+
+    groups: list[Group]
+    lost: set[LeaseId] = field(default_factory=set)
+
+
 class Intake:
     """From an upload to a scored group in the queue."""
 
@@ -60,6 +71,7 @@ class Intake:
         self._journal = journal
         self._unscored: deque[Group] = deque()
         self._arrived = trio.lowlevel.ParkingLot()
+        self._watches: list[_Watch] = []
         self._outcomes: dict[PeerId, deque[Outcome]] = {}
 
     async def load(self) -> None:
@@ -74,6 +86,7 @@ class Intake:
                     Place.QUEUED,
                     group.reason,
                 )
+                self._desk.give_back(row.seed)
             else:
                 self._unscored.append(group)
 
@@ -107,12 +120,16 @@ class Intake:
                 UPLOAD_REJECTED, peer=member.peer_id, reason=group.reason, detail=group.detail
             )
             return _reply(lease_id, group.reason)
-        with trio.CancelScope(shield=True):  # once it is queued on disk it must be scored
+        # Shielded: once it is queued on disk it must be scored.
+        with trio.CancelScope(shield=True), self._watch([group]) as lost:
             if not await self._book.accept(lease_id, samples, body):
                 return await self._answer_late(member, lease_id)
             self._desk.close(lease_id, give_back=False)
-            self._unscored.append(group)
-            self._arrived.unpark_all()
+            if lost:
+                await self.drop([Dropped(group, Reason.DEAD_GENERATION)])
+            else:
+                self._unscored.append(group)
+                self._arrived.unpark_all()
         self._journal.event(
             UPLOAD_ACCEPTED, peer=member.peer_id, lease=lease_id[:8], tokens=group.tokens
         )
@@ -172,17 +189,17 @@ class Intake:
                 self._unscored.popleft()
                 for _ in range(min(len(self._unscored), SCORED_AT_ONCE_MAX))
             ]
-            generation = self._state.generation
-            flat = await self._tasks.score(
-                [(group.seed, [_turn(turn)]) for group in groups for turn in group.turns]
-            )
-            each = iter(flat)
-            answers = [[next(each) for _ in group.turns] for group in groups]
-            for group, verdicts in zip(groups, answers, strict=True):
-                if self._state.generation != generation and self._lost(group):
-                    await self.drop([Dropped(group, Reason.DEAD_GENERATION)])
-                else:
-                    await self._scored(group, verdicts)
+            with self._watch(groups) as lost:
+                flat = await self._tasks.score(
+                    [(group.seed, [_turn(turn)]) for group in groups for turn in group.turns]
+                )
+                each = iter(flat)
+                answers = [[next(each) for _ in group.turns] for group in groups]
+                for group, verdicts in zip(groups, answers, strict=True):
+                    if group.lease_id in lost:
+                        await self.drop([Dropped(group, Reason.DEAD_GENERATION)])
+                    else:
+                        await self._scored(group, verdicts)
             self._state.notify()
 
     async def _scored(self, group: Group, answers: list[Answer]) -> None:
@@ -199,17 +216,29 @@ class Intake:
         else:
             self._queue.add(ScoredGroup(group, rewards, mask))
 
-    def _lost(self, group: Group) -> bool:
-        """Whether the last rollback took the steps that this group came from."""
-        floor = self._state.rolled_back_to
-        return floor is not None and group.newest_step > floor
+    # --- rollbacks ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _watch(self, groups: list[Group]) -> Iterator[set[LeaseId]]:
+        """Give the ids of those groups that a rollback loses while they are elsewhere."""
+        watch = _Watch(groups)
+        self._watches.append(watch)
+        try:
+            yield watch.lost
+        finally:
+            self._watches.remove(watch)
 
     async def roll_back(self) -> None:
-        """Drop what waits and was sampled from steps that no longer exist."""
+        """Drop what waits and was sampled from steps that no longer exist.
+
+        Groups that are being written or scored right now are dropped as soon as that is over.
+        """
         floor = self._state.rolled_back_to
         assert floor is not None
-        lost = [group for group in self._unscored if self._lost(group)]
-        self._unscored = deque(group for group in self._unscored if not self._lost(group))
+        for watch in self._watches:
+            watch.lost |= {g.lease_id for g in watch.groups if g.newest_step > floor}
+        lost = [group for group in self._unscored if group.newest_step > floor]
+        self._unscored = deque(g for g in self._unscored if g.newest_step <= floor)
         dropped = [Dropped(group, Reason.DEAD_GENERATION) for group in lost]
         await self.drop(dropped + self._queue.drop_lost(floor))
 

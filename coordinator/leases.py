@@ -22,6 +22,7 @@ from coordinator.membership import Member, State
 from coordinator.run_state import RunState
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import Opening, TaskInfo
+from echo2p2p.errors import ChildError
 from echo2p2p.ids import Incarnation, LeaseId, PeerId, Version
 from echo2p2p.limits import LEASES_PER_CALL_MAX
 from echo2p2p.net.ports import Entropy, Journal
@@ -73,6 +74,8 @@ class LeaseDesk:
         self._returned: deque[int] = deque(maxlen=RETURNED_MAX)
         self._next_item = 0
         self._granting = trio.Lock()
+        self._failed = trio.Event()
+        self._failure: ChildError | None = None
 
     async def load(self) -> None:
         """Take up the leases that were in flight when we last stopped."""
@@ -87,22 +90,29 @@ class LeaseDesk:
     async def request(self, member: Member, request: LeaseRequest) -> list[Lease]:
         """Wait until there is work for this peer, at most ``request.wait_s`` seconds.
 
-        Returns an empty list when the time is over or the peer shall not work. Cancel-safe:
-        leases that were issued but not delivered end with their deadline.
+        Returns an empty list when the time is over; what there is at once is given even to a peer
+        that does not wait. Cancel-safe: what was issued meanwhile is taken back. (Leases whose
+        answer is lost on its way end with their deadline.)
         """
-        leases: list[Lease] = []
-        with trio.move_on_after(request.wait_s):
-            while not leases:
-                leases = await self._grant(member, request)
-                if not leases:
-                    await self._state.changed.park()
-        return leases
+        deadline_s = trio.current_time() + request.wait_s
+        while True:
+            leases = await self._grant(member, request)
+            if leases or trio.current_time() >= deadline_s:
+                return leases
+            with trio.move_on_at(deadline_s):
+                await self._state.changed.park()
 
     async def _grant(self, member: Member, request: LeaseRequest) -> list[Lease]:
         async with self._granting:
             with trio.CancelScope(shield=True):  # a half-made grant would strand its prompts
                 leases = await self._grant_now(member, request)
         if leases:
+            try:
+                await trio.lowlevel.checkpoint_if_cancelled()
+            except trio.Cancelled:
+                with trio.CancelScope(shield=True):
+                    await self._end(self._open(leases), Reason.ABORTED)
+                raise
             self._journal.event(
                 LEASES_ISSUED, peer=member.peer_id, leases=len(leases), version=request.version
             )
@@ -118,7 +128,12 @@ class LeaseDesk:
         if count <= 0:
             return []
         seeds = self._draw(count)
-        openings = await self._tasks.open(seeds)
+        try:
+            openings = await self._tasks.open(seeds)
+        except ChildError as error:
+            self._failure = error
+            self._failed.set()
+            return []
         whole = [opening for opening in openings if isinstance(opening, Opening)]
         for failed in (opening for opening in openings if not isinstance(opening, Opening)):
             self._journal.event(ITEM_FAILED, detail=failed.detail)
@@ -126,10 +141,10 @@ class LeaseDesk:
             return []
         seeds = [opening.seed for opening in whole]
         leases = [self._lease(opening.prompt, version) for opening in whole]
+        await self._book.put("next_item", str(self._next_item).encode())
         await self._book.issue(
             member.peer_id, member.incarnation, list(zip(leases, seeds, strict=True))
         )
-        await self._book.put("next_item", str(self._next_item).encode())
         self._hold(member, leases, seeds)
         if self._state.members.find(member.peer_id, member.incarnation) is None:
             await self.end_peer(member.peer_id, member.incarnation)  # it went meanwhile
@@ -153,7 +168,7 @@ class LeaseDesk:
         return trajectories // self._settings.samples_per_prompt
 
     def _draw(self, count: int) -> list[int]:
-        """Return item seeds: returned ones first, then new ones that no peer can guess."""
+        """Return item seeds: returned ones first, then new ones that only ``run.seed`` tells."""
         seeds: list[int] = []
         while len(seeds) < count:
             if self._returned:
@@ -222,17 +237,30 @@ class LeaseDesk:
 
     async def end_all(self, reason: Reason) -> int:
         """End every lease in flight, at the end of the run; returns how many."""
-        return await self._end([(i, held.open) for i, held in self._held.items()], reason)
+        async with self._granting:  # a grant under way comes first
+            return await self._end([(i, held.open) for i, held in self._held.items()], reason)
 
     async def run(self) -> None:
-        """End leases whose deadline has passed; runs until cancelled."""
+        """End leases whose deadline has passed; runs until cancelled.
+
+        Raises:
+            ChildError: The task worker is gone and could not be started again.
+        """
         while True:
             now = trio.current_time()
             late = [(i, held.open) for i, held in self._held.items() if held.deadline_s <= now]
             await self._end(late, Reason.LEASE_EXPIRED)
             next_s = min((held.deadline_s for held in self._held.values()), default=None)
             pause_s = self._settings.lease_timeout_s if next_s is None else next_s - now
-            await trio.sleep(max(0.05, pause_s))
+            with trio.move_on_after(max(0.05, pause_s)):
+                await self._failed.wait()
+            if self._failure is not None:
+                raise self._failure
+
+    def _open(self, leases: list[Lease]) -> list[tuple[LeaseId, OpenLease]]:
+        """Return those of these leases that are still held."""
+        ids = [LeaseId(lease.lease_id) for lease in leases]
+        return [(i, self._held[i].open) for i in ids if i in self._held]
 
     async def _end(self, leases: list[tuple[LeaseId, OpenLease]], reason: Reason) -> int:
         if not leases:

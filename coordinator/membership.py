@@ -12,7 +12,9 @@ active or idle is the planner's choice.
 
 The same identity can join again at any time, because a restarted machine does. While its old term
 runs the newcomer is told to wait; if the old incarnation's heartbeats go on meanwhile, there are
-two live copies, and the newcomer is refused for good. The first one lives on either way.
+two live copies, and the newcomer is refused for good. The first one lives on either way. A
+newcomer that does not come back within two terms is forgotten: the beats that it missed must not
+count against the first copy's own restart, days later.
 """
 
 from __future__ import annotations
@@ -151,7 +153,9 @@ class Membership:
         """Admit a peer whose token and key have been checked."""
         current = self._live.get(peer_id)
         if current is not None:
-            contender = self._contenders.setdefault(peer_id, _Contender(now))
+            contender = self._contenders.get(peer_id)
+            if contender is None or now - contender.since_s > 2 * self._term_s:
+                contender = self._contenders[peer_id] = _Contender(now)
             if contender.beats_since > 1:  # one beat may have crossed the old copy's death
                 del self._contenders[peer_id]
                 return Duplicate()

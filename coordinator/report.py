@@ -34,7 +34,7 @@ class Progress:
         self._untrained_count = 0
 
     def add(self, record: StepRecord, now: float) -> None:
-        """Count one step; a step taken again after a rollback replaces its reward."""
+        """Count one step; after a rollback it replaces its like and all that came after it."""
         began_s = now - record.train_s - record.idle_s
         if self._first_step_s is None:
             # Waiting for the very first batch is start-up, not idling.
@@ -43,6 +43,9 @@ class Progress:
             self._idle_s += record.idle_s
         assert began_s <= now
         self._last_step_s = now
+        lost = [step for step in self._rewards if step > record.step]
+        for step in lost:
+            del self._rewards[step]
         self._rewards[record.step] = record.reward
         self._age_sum += record.age_mean
         self._ages += 1

@@ -91,6 +91,11 @@ class Roster:
         self._source = source
 
     @property
+    def is_open(self) -> bool:
+        """Whether members are known: false until the learner is up for the first time."""
+        return self._layout is not None
+
+    @property
     def term_s(self) -> float:
         """Seconds that a member lives without a heartbeat."""
         return self._settings.term_s
@@ -185,12 +190,14 @@ class Roster:
         )
 
     def heartbeat(self, member: Member, beat: Heartbeat, now: float) -> Member | None:
-        """Renew a term; wakes those who wait for this peer's state."""
+        """Renew a term; wakes those who wait for this peer's state or version."""
         renewed = self._members.heartbeat(member.peer_id, beat, now)
-        if renewed is not None and renewed.state is not member.state:
-            if renewed.state is State.ACTIVE:
-                self._journal.event(PEER_READY, peer=member.peer_id, version=beat.version)
-            self._state.notify()
+        if renewed is None:
+            return None
+        if renewed.state is State.ACTIVE and member.state is not State.ACTIVE:
+            self._journal.event(PEER_READY, peer=member.peer_id, version=beat.version)
+        if (renewed.state, renewed.version) != (member.state, member.version):
+            self._state.notify()  # long polls for work look again: it can do more now
         return renewed
 
     async def leave(self, peer_id: PeerId, incarnation: Incarnation, reason: str) -> None:
@@ -217,10 +224,11 @@ class Roster:
 
     async def _gone(self, member: Member) -> None:
         self._replan()
-        await self._book.end_member(
-            member.peer_id, member.incarnation, member.measurements.relayed_bytes
-        )
-        await self._desk.end_peer(member.peer_id, member.incarnation)
+        with trio.CancelScope(shield=True):  # memory has forgotten it: so must the store
+            await self._book.end_member(
+                member.peer_id, member.incarnation, member.measurements.relayed_bytes
+            )
+            await self._desk.end_peer(member.peer_id, member.incarnation)
         self._state.notify()
 
     async def traffic(self) -> dict[PeerId, int]:

@@ -101,14 +101,17 @@ class TaskKeeper:
             worker = self._make_worker()
             try:
                 await worker.start(self._setup)
+                self._worker, self._starts_failed = worker, 0
             except ChildError:
-                await worker.close()
                 self._starts_failed += 1
                 if self._starts_failed > len(BACK_OFF_S):
                     raise
+            finally:
+                if self._worker is None:
+                    with trio.CancelScope(shield=True):
+                        await worker.close()
+            if self._worker is None:
                 await trio.sleep(BACK_OFF_S[self._starts_failed - 1])
-            else:
-                self._worker, self._starts_failed = worker, 0
         return self._worker
 
     async def _lost(self, error: ChildError) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from echo2p2p.errors import HttpError, RefusedError
+from echo2p2p.errors import HttpError, RefusedError, RemoteProtocolError
 from echo2p2p.ids import Incarnation, ManifestId, Version
 from echo2p2p.net.ports import HttpClient, Response
 from echo2p2p.wire import codec
@@ -64,7 +64,7 @@ def checked(response: Response, kind: type[ReplyT]) -> ReplyT:
         return codec.decode(response.body, kind)
     try:
         refusal = codec.decode(response.body, Refusal)
-    except Exception as error:
+    except RemoteProtocolError as error:
         detail = f"HTTP status {response.status} without a reason; is this a coordinator's URL?"
         raise HttpError(detail) from error
     if refusal.retry_after_s is not None:

@@ -147,7 +147,8 @@ class EngineKeeper:
                 await trio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1])
             finally:
                 self._engine = None
-                await engine.close()
+                with trio.CancelScope(shield=True):  # `close` is bounded by itself
+                    await engine.close()
 
     async def _live(self, engine: Engine) -> None:
         """One life of an engine: start, then follow the newest offer."""

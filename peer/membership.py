@@ -162,8 +162,9 @@ class Membership:
                     rejected=sorted({reason or "" for reason in rejected}),
                 )
             self._obey(reply.plan)
-            with trio.move_on_after(self._reply.heartbeat_s):
-                await self._changed(keeper).park()
+            if self._beat(weights, keeper, work).version == beat.version:
+                with trio.move_on_after(self._reply.heartbeat_s):
+                    await self._changed(keeper).park()
 
     def _changed(self, keeper: EngineKeeper | None) -> trio.lowlevel.ParkingLot:
         assert self._follower is not None

@@ -48,9 +48,9 @@ def from_setup_call(plain: dict[str, Any]) -> LearnerSetup:
     return msgspec.convert(plain, LearnerSetup, dec_hook=_path)
 
 
-def _path(kind: type, value: object) -> Path:
-    assert kind is Path
-    return Path(str(value))
+def _path(kind: type, value: object) -> object:
+    """Return a path for a path, and a task's option (any plain value) as it is."""
+    return Path(str(value)) if kind is Path else value
 
 
 def to_batch_call(batch: TrainBatch) -> BatchCall:

@@ -80,13 +80,13 @@ def read_position(folder: Path) -> Position:
     """
     try:
         position = json.loads((folder / "position.json").read_text(encoding="utf-8"))
-        if position["format"] != FORMAT:
-            raise StoreError(f"checkpoint {folder} has the unknown format {position['format']}")
-        state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
-        torch.set_rng_state(state["torch_random"])
-        return Position(step=int(position["step"]), optimizer=state["optimizer"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        if position["format"] == FORMAT:
+            state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+            torch.set_rng_state(state["torch_random"])
+            return Position(step=int(position["step"]), optimizer=state["optimizer"])
+    except Exception as error:  # torch raises whatever it stumbled on
         raise StoreError(f"{folder} is no checkpoint that can be resumed: {error}") from error
+    raise StoreError(f"checkpoint {folder} has the unknown format {position['format']}")
 
 
 def _sync(path: Path) -> None:

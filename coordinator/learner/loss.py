@@ -5,11 +5,14 @@ of DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 8), no KL term. Rollouts come fro
 from another implementation of the model, so the ratio is taken to the *behaviour* log-probs that
 the engine reported:
 
-* ``none``: the clipped surrogate on pi/mu itself. The clip is what bounds the correction: a token
-  that has drifted out of the interval in the advantage's direction has no gradient.
-* ``tis``: truncated importance sampling. One optimizer step a batch means that the proximal policy
-  is the current one, so the surrogate's ratio is 1 in value (its clip cannot bind) and each
-  token's gradient is weighted by min(pi/mu, cap), treated as a constant. No token is silenced.
+* ``none``: the clipped surrogate on pi/mu itself. A token that has drifted out of the interval in
+  the advantage's direction has no gradient; one that drifted against it is weighted by all of
+  pi/mu, which nothing bounds when the advantage is negative.
+* ``tis``: the same, and that weight is truncated at a cap (truncated importance sampling).
+
+The form that takes the current policy as proximal, with min(pi/mu, cap) as the only correction, is
+not offered: at one optimizer step a batch its clip never binds, and three steps of staleness then
+cost the demo recipe its last tenth of reward (0.86 against 0.92 after 100 steps).
 
 Both are the plain policy gradient when mu is pi. Log-probs are those of the distribution that was
 sampled from; the learner computes its own at temperature 1 without top-p or top-k.
@@ -55,7 +58,7 @@ class LossSums:
     ratio: float
     """Sum of pi/mu."""
     bounded: float
-    """Tokens whose ratio was clipped (``none``) or truncated (``tis``)."""
+    """Tokens whose ratio was clipped or truncated."""
     kl: float
     """Sum of the estimate r - 1 - log r of KL(mu, pi), r = pi/mu (Schulman's k3)."""
 
@@ -83,14 +86,12 @@ def token_loss(
     ratio = gap.exp()
     fixed = ratio.detach()
     weight = advantages[:, None]
+    clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     if settings.correction == "tis":
         own = (gap - gap.detach()).exp()  # 1 in value, with the policy's gradient
-        surrogate = fixed.clamp(max=settings.correction_cap) * own * weight
-        bounded = fixed > settings.correction_cap
-    else:
-        clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-        surrogate = torch.minimum(ratio * weight, clipped * weight)
-        bounded = clipped.detach() * weight < fixed * weight
+        ratio = fixed.clamp(max=settings.correction_cap) * own
+    surrogate = torch.minimum(ratio * weight, clipped * weight)
+    bounded = surrogate.detach() != fixed * weight
     loss = -torch.where(mask, surrogate, 0.0).sum() / tokens_total
     return LossSums(
         loss=loss,

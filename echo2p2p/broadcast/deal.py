@@ -29,6 +29,12 @@ RATE_ASSUMED_BYTES_PER_S: Final = 1024.0 * 1024.0
 RATE_FLOOR: Final = 0.25
 """Share of the mean rate below which a relay's slowness buys it no more time."""
 
+UNMEASURED_DEALS_MAX: Final = 16
+"""Chunks dealt to a relay of which nothing is known yet."""
+
+SAMPLE_BUSY_S: Final = 0.5
+"""Longer than announcements come in bursts."""
+
 REDEAL_MIN_S: Final = 1.0
 POLL_S: Final = 0.25
 LOOK_AHEAD_CHUNKS: Final = 32
@@ -46,7 +52,7 @@ class RelayRates:
 
     def of(self, relay: PeerId) -> BusyRate:
         """Return the relay's meter."""
-        return self._rates.setdefault(relay, BusyRate())
+        return self._rates.setdefault(relay, BusyRate(SAMPLE_BUSY_S))
 
     def forget(self, relay: PeerId) -> None:
         """The relay left."""
@@ -82,7 +88,11 @@ class _Deal:
 @dataclass(slots=True)
 class _Relay:
     owed: int = 0
-    deals: int = 0
+    """Copies, of all its deals."""
+    deals: dict[int, None] = field(default_factory=dict)
+    """Not settled, oldest first."""
+    dealt: int = 0
+    """In all."""
     announced: ChunkSet = field(default_factory=lambda: ChunkSet(0))
 
 
@@ -146,9 +156,9 @@ class Dealer:
     # --- dealing ------------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> bool:
-        """Whether there is a chunk to deal."""
-        return bool(self._undealt)
+    def busy(self) -> bool:
+        """Whether there is a chunk to deal, or a relay that may need help."""
+        return bool(self._undealt or self._deals)
 
     @property
     def finished(self) -> bool:
@@ -169,7 +179,9 @@ class Dealer:
             What to send now, recorded as dealt; ``None`` if there is nothing to deal, or nobody
             to whom it should go yet.
         """
-        ready = self._with_short_backlog(candidates)
+        ready = [relay for relay in candidates if not self._is_behind(relay)]
+        if not ready:
+            return None
         for _ in range(min(len(self._undealt), LOOK_AHEAD_CHUNKS)):
             index = self._undealt[0]
             tried = self._tried.get(index, set())
@@ -185,16 +197,48 @@ class Dealer:
             copies = others if fanout is None else min(others, fanout)
             relay = min(options, key=lambda relay: self._expected(relay, copies))
             self._undealt.popleft()
-            self._relays[relay].owed += copies
-            self._relays[relay].deals += 1
+            state = self._relays[relay]
+            state.owed += copies
+            state.deals[index] = None
+            state.dealt += 1
             self._deals[index] = _Deal(relay, copies)
             return relay, index
         return None
 
-    def _with_short_backlog(self, candidates: Sequence[PeerId]) -> Sequence[PeerId]:
-        """Leave out relays that are behind, unless all relays are."""
-        short = {relay for relay in self._relays if self._backlog_s(relay) <= self._backlog_max_s}
-        return [relay for relay in candidates if relay in short] if short else candidates
+    def help(
+        self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet]
+    ) -> tuple[PeerId, int] | None:
+        """Choose a copy that the source should make in a relay's stead.
+
+        Only of relays that are behind, from the end of their queues; what others announce, they
+        take out of them. Arguments and result are as those of `deal`.
+        """
+        behind = [
+            relay
+            for relay in self._relays
+            if self._rates.of(relay).bytes_per_s is not None
+            and self._backlog_s(relay) > self._backlog_max_s
+        ]
+        if self._undealt and len(behind) < len(self._relays):
+            return None
+        for relay in sorted(behind, key=self._backlog_s, reverse=True):
+            for index in reversed(self._relays[relay].deals):
+                for peer in candidates:
+                    if peer != relay and index not in known[peer]:
+                        return peer, index
+        return None
+
+    def helped(self, index: int, now: float) -> None:
+        """What `help` returned is on its way."""
+        deal = self._deals[index]
+        deal.spread = True
+        self._paid(index, deal, now)
+
+    def _is_behind(self, relay: PeerId) -> bool:
+        measured = self._rates.of(relay).bytes_per_s is not None
+        if not measured and len(self._relays[relay].deals) >= UNMEASURED_DEALS_MAX:
+            return True
+        return self._backlog_s(relay) > self._backlog_max_s
 
     def _backlog_s(self, relay: PeerId) -> float:
         return self._relays[relay].owed * self._chunk_bytes / self._rates.estimate(relay)
@@ -202,7 +246,7 @@ class Dealer:
     def _expected(self, relay: PeerId, copies: int) -> tuple[float, float]:
         rate = self._rates.estimate(relay)
         state = self._relays[relay]
-        return (state.owed + copies) * self._chunk_bytes / rate, state.deals / rate
+        return (state.owed + copies) * self._chunk_bytes / rate, state.dealt / rate
 
     # --- what became of it --------------------------------------------------------------------
 
@@ -215,9 +259,8 @@ class Dealer:
             return
         deal.sent_s = now
         if deal.owed <= 0:
-            del self._deals[index]
+            self._settle(index, deal)
             return
-        self._rates.of(relay).start(now)
         self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
 
     def not_sent(self, relay: PeerId, index: int) -> None:
@@ -236,7 +279,9 @@ class Dealer:
         deal = self._deals.get(index)
         if deal is not None and deal.relay != peer:
             deal.spread = True
-            self._rates.of(deal.relay).add(self._chunk_bytes, now)
+            rate = self._rates.of(deal.relay)
+            rate.add(self._chunk_bytes, now)
+            rate.start(now)  # with the first, so that the way there and back does not count
             self._paid(index, deal, now)
 
     def _paid(self, index: int, deal: _Deal, now: float) -> None:
@@ -244,13 +289,15 @@ class Dealer:
         relay = self._relays[deal.relay]
         relay.owed -= 1
         if deal.owed <= 0 and deal.sent_s is not None:
-            del self._deals[index]
+            self._settle(index, deal)
         if relay.owed <= 0:
             self._rates.of(deal.relay).stop(now)
 
     def _settle(self, index: int, deal: _Deal) -> None:
         del self._deals[index]
-        self._relays[deal.relay].owed -= deal.owed
+        relay = self._relays[deal.relay]
+        relay.owed -= deal.owed
+        del relay.deals[index]
 
     def next_deadline(self) -> float:
         """Return when `on_time` should be called."""
@@ -261,6 +308,8 @@ class Dealer:
         if now < self._next_check_s:
             return
         backlogs = {relay: state.owed for relay, state in self._relays.items()}
+        for relay in self._relays:
+            self._rates.of(relay).tick(now)
         for index, deal in list(self._deals.items()):
             if deal.sent_s is None:
                 continue

@@ -33,6 +33,9 @@ RATE_ASSUMED_BYTES_PER_S: Final = 512.0 * 1024.0
 
 INDEX_GRACE_S: Final = 0.1
 
+REASON: Final = 3
+"""Deadlines that a link gains by bringing other chunks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
@@ -67,6 +70,8 @@ class _Link:
     rate: BusyRate = field(default_factory=BusyRate)
     requests: dict[tuple[ManifestId, int], _Request] = field(default_factory=dict)
     requested_bytes: int = 0
+    heard_s: float = -math.inf
+    """When the last chunk came, asked for or not."""
     misses: int = 0
     snubbed_until_s: float = -math.inf
 
@@ -170,6 +175,7 @@ class Picker:
         state = self._links[link]
         state.rate.add(count, now)
         state.misses = 0
+        state.heard_s = now
         goal = self._goals.get(manifest_id)
         if goal is None:
             return False, []
@@ -344,7 +350,7 @@ class Picker:
         cancels, hopeless = [], []
         next_s = math.inf
         for link, state in self._links.items():
-            late = [key for key, request in state.requests.items() if request.deadline_s <= now]
+            late = [key for key in state.requests if self._due_s(state, key) <= now]
             for manifest_id, index in late:
                 goal = self._goals[manifest_id]
                 self._forget_request(link, manifest_id, index, goal, now)
@@ -352,9 +358,9 @@ class Picker:
                 cancels.append(Pick(link, manifest_id, index))
             if late:
                 hopeless += [link] if self._missed(state, now) else []
-            for request in state.requests.values():
-                early_s = request.patience_s if request.patience_s > now else request.deadline_s
-                next_s = min(next_s, early_s)
+            for key, request in state.requests.items():
+                patient = request.patience_s > now
+                next_s = min(next_s, request.patience_s if patient else self._due_s(state, key))
             if state.snubbed_until_s > now:
                 next_s = min(next_s, state.snubbed_until_s)
         for goal in self._goals.values():
@@ -362,6 +368,19 @@ class Picker:
             next_s = min(next_s, min(goal.avoid.values(), default=math.inf))
         self._sweep_s = next_s
         return Overdue(tuple(cancels), tuple(hopeless))
+
+    def _due_s(self, state: _Link, key: tuple[ManifestId, int]) -> float:
+        """Return when a request has failed.
+
+        A link that goes on bringing chunks, one by one in the order of the requests, is slower
+        than it was, but not stuck; within reason.
+        """
+        request = state.requests[key]
+        rate = max(state.rate.bytes_per_s or RATE_ASSUMED_BYTES_PER_S, 1.0)
+        stall_s = 3 * state.rtt_s + 3 * self._goals[key[0]].chunk_bytes / rate
+        alive_s = state.heard_s + max(self._settings.deadline_min_s, stall_s)
+        latest_s = request.deadline_s + REASON * (request.deadline_s - request.asked_s)
+        return min(max(request.deadline_s, alive_s), latest_s)
 
     def _missed(self, state: _Link, now: float) -> bool:
         """Count a miss; return whether the link should be given up."""

@@ -1,31 +1,41 @@
-"""How fast something goes while it has work: bytes per busy second, forgetting the past.
+"""How fast something can go: bytes per busy second, the best of the last few samples.
 
 Idle time says nothing of a link, so only time with work outstanding counts. A pause in the middle
-of work does count: that is what a stalled link looks like.
+of work does count: that is what a stalled link looks like. The best sample is taken because work
+that trickles in makes samples too low, and nothing makes one too high for long.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final
 
 SAMPLE_BUSY_S: Final = 0.25
 """Busy time that makes one sample; shorter ones measure buffers, not links."""
 
-WEIGHT: Final = 0.5
-"""Of the newest sample in the moving estimate."""
+SAMPLES: Final = 4
 
 
 class BusyRate:
-    """A moving estimate of one rate."""
+    """A moving estimate of one rate.
 
-    __slots__ = ("_busy_s", "_bytes", "_since_s", "bytes_per_s")
+    Args:
+        sample_s: Busy time that makes one sample.
+    """
 
-    def __init__(self) -> None:
-        self.bytes_per_s: float | None = None
-        """``None`` until a quarter of a second of work was seen."""
+    __slots__ = ("_busy_s", "_bytes", "_sample_s", "_samples", "_since_s")
+
+    def __init__(self, sample_s: float = SAMPLE_BUSY_S) -> None:
+        self._sample_s = sample_s
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._bytes = 0
         self._busy_s = 0.0
         self._since_s: float | None = None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The estimate; ``None`` before the second sample, as the first has the start in it."""
+        return max(self._samples) if len(self._samples) > 1 else None
 
     def start(self, now: float) -> None:
         """There is work from now on."""
@@ -34,7 +44,7 @@ class BusyRate:
 
     def stop(self, now: float) -> None:
         """There is no more work."""
-        self._advance(now)
+        self.tick(now)
         self._since_s = None
 
     def add(self, count: int, now: float) -> None:
@@ -42,20 +52,19 @@ class BusyRate:
         if self._since_s is None:
             return
         self._bytes += count
-        self._advance(now)
+        self.tick(now)
 
-    def penalise(self) -> None:
-        """Work was not done in time: halve the estimate, if there is one."""
-        if self.bytes_per_s is not None:
-            self.bytes_per_s /= 2
-
-    def _advance(self, now: float) -> None:
+    def tick(self, now: float) -> None:
+        """Count the time until now, in which perhaps nothing was done."""
         if self._since_s is None:
             return
         self._busy_s += now - self._since_s
         self._since_s = now
-        if self._busy_s >= SAMPLE_BUSY_S:
-            sample = self._bytes / self._busy_s
-            old = self.bytes_per_s
-            self.bytes_per_s = sample if old is None else old + WEIGHT * (sample - old)
+        if self._busy_s >= self._sample_s:
+            self._samples.append(self._bytes / self._busy_s)
             self._bytes, self._busy_s = 0, 0.0
+
+    def penalise(self) -> None:
+        """Work was not done in time: halve the estimate, if there is one."""
+        halves = [sample / 2 for sample in self._samples]
+        self._samples = deque(halves, maxlen=SAMPLES)

@@ -55,15 +55,14 @@ class SwarmSettings:
     slack_s: float = 0.1
     """Added to the round trip when a window is sized: the sender's queue must not run dry."""
 
-    send_window_chunks: int = 2
-    """Chunks handed to a link's writer: one on its way, one behind it. More would only wait where
-    nobody can cancel them."""
+    send_window_chunks: int = 1
+    """Chunks handed to a link's writer. More would only wait where nobody can cancel them."""
 
     queue_chunks_max: int = 256
     """Chunks that wait for one link; what does not fit is announced instead of pushed, and a
     request is rejected as busy."""
 
-    backlog_max_s: float = 1.0
+    backlog_max_s: float = 1.5
     """A relay that needs longer than this to pass on what it was dealt is dealt nothing more."""
 
     wants_early_max: int = 128

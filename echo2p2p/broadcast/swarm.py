@@ -562,15 +562,19 @@ class Swarm:
 
     def _deal(self, transfer: _Transfer, now: float) -> None:
         dealer = transfer.dealer
-        if dealer is None or not transfer.known or not (transfer.dealing or dealer.waiting):
+        if dealer is None or not transfer.known or not (transfer.dealing or dealer.busy):
             return
         fanout = None if self._mesh else self._settings.push_fanout
-        while True:
-            candidates = [link for link in transfer.known if self._links[link].outbox.has_room]
-            dealt = dealer.deal(candidates, transfer.known, fanout) if candidates else None
-            if dealt is None:
-                break
-            link, index = dealt
+        known = transfer.known
+        while candidates := [link for link in known if self._links[link].outbox.has_room]:
+            choice = dealer.deal(candidates, known, fanout)
+            if choice is None:
+                choice = dealer.help(candidates, known)
+                if choice is None:
+                    break
+                dealer.helped(choice[1], now)
+            link, index = choice
+            known[link].add(index)
             key = (transfer.manifest_id, index)
             self._links[link].outbox.write(key)
             self._send(link, key, now)

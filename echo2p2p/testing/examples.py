@@ -103,8 +103,7 @@ class _FixedClock:
         return 1_798_761_600.0
 
 
-RUN_ID: Final = RunId("00112233445566778899aabbccddeeff")
-CHAIN_ID: Final = "ffeeddccbbaa99887766554433221100"
+RUN_ID: Final = RunId("0011223344556677")
 LEASE_ID: Final = "0123456789abcdef0123456789abcdef"
 RUN_SEED: Final = bytes(range(32))
 """Private Ed25519 key of the run, raw."""
@@ -145,7 +144,7 @@ def header(*, anchor: bool) -> ManifestHeader:
         content="model",
         run_id=RUN_ID,
         version=Version(1),
-        chain_id=CHAIN_ID,
+        chain_id=LAYOUT.digest.hex()[:16],
         step=Step(2),
         generation=Generation(0),
         base=None if anchor else (Version(0), state_digest(LAYOUT, BASE_STATE)),

@@ -3,8 +3,9 @@
 Each machine has an uplink and a downlink, both first-in first-out at a rate, and a distance to
 the middle of the network. A stream is cut into segments; a segment waits for its sender's uplink,
 travels both distances, waits for the receiver's downlink, and is then there. That is what decides
-a broadcast's speed; congestion control and loss are left out, and a stream simply never has more
-than a window of bytes unread on its way. Everything follows from the calls made: no randomness.
+a broadcast's speed; congestion control and loss are left out. A stream never has more than a
+window of bytes unread on its way, nor more than two segments waiting for the uplink (trio asks the
+kernel for as much, TCP_NOTSENT_LOWAT). Everything follows from the calls made: no randomness.
 
 `SimNetwork.run` must run in the background; it carries the segments.
 """
@@ -27,7 +28,8 @@ from echo2p2p.errors import ConfigError, LinkError
 from echo2p2p.net.ports import Endpoint
 
 SEGMENT_BYTES: Final = 16 * 1024
-WINDOW_BYTES: Final = 128 * 1024
+WINDOW_BYTES: Final = 256 * 1024
+UNSENT_BYTES: Final = 2 * SEGMENT_BYTES
 PORT_FIRST: Final = 49152
 
 Accept = Callable[[trio.abc.Stream], Awaitable[None]]
@@ -153,8 +155,12 @@ class SimNetwork:
 
     def _travel(
         self, sender: _Node, receiver: _Node, size: int, deliver: Callable[[], None]
-    ) -> None:
-        """Bring ``size`` bytes over; ``deliver`` runs when the last of them is there."""
+    ) -> float:
+        """Bring ``size`` bytes over; ``deliver`` runs when the last of them is there.
+
+        Returns:
+            Seconds until they have left.
+        """
         now = trio.current_time()
         sender.sent_bytes += size
         sender.up_free_s = max(now, sender.up_free_s) + size / sender.up_bytes_per_s
@@ -170,10 +176,11 @@ class SimNetwork:
             self.after(receiver.down_free_s - now, deliver)
 
         self.after(sender.up_free_s - now + sender.latency_s + receiver.latency_s, arrive)
+        return sender.up_free_s - now
 
-    def travel(self, sender: SimStream, size: int, deliver: Callable[[], None]) -> None:
-        """Bring ``size`` bytes of ``sender`` to its other end."""
-        self._travel(sender.node, sender.other.node, size, deliver)
+    def travel(self, sender: SimStream, size: int, deliver: Callable[[], None]) -> float:
+        """Bring ``size`` bytes of ``sender`` to its other end; return when they have left."""
+        return self._travel(sender.node, sender.other.node, size, deliver)
 
     async def connect(self, node: _Node, endpoint: Endpoint) -> trio.abc.Stream | None:
         """Return our end of a new stream, or ``None`` if it is refused."""
@@ -259,7 +266,7 @@ class SimStream(trio.abc.HalfCloseableStream):
         self._arrived: deque[memoryview] = deque()
         self._eof = self._eof_sent = False
         self._broken = self._closed = self._other_closed = False
-        self._unread_bytes = 0
+        self._unread_bytes = self._unsent_bytes = 0
         self._sending = self._receiving = False
         self._readable, self._writable = trio.Event(), trio.Event()
 
@@ -385,7 +392,7 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise trio.ClosedResourceError("sending after the end")
 
     async def _wait_window(self) -> None:
-        while self._unread_bytes >= WINDOW_BYTES:
+        while self._unread_bytes >= WINDOW_BYTES or self._unsent_bytes >= UNSENT_BYTES:
             self._check_sendable()
             self._writable = trio.Event()
             await self._writable.wait()
@@ -393,8 +400,14 @@ class SimStream(trio.abc.HalfCloseableStream):
 
     def _send_segment(self, segment: memoryview) -> None:
         self._unread_bytes += len(segment)
+        self._unsent_bytes += len(segment)
         other = self.other
-        self._network.travel(self, len(segment), lambda: other.take(segment))
+        leaves_s = self._network.travel(self, len(segment), lambda: other.take(segment))
+        self._network.after(leaves_s, lambda: self._left(len(segment)))
+
+    def _left(self, count: int) -> None:
+        self._unsent_bytes -= count
+        self._writable.set()
 
     def _take(self, max_bytes: int | None) -> bytes:
         parts: list[memoryview] = []

@@ -48,7 +48,8 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
             max_map_len=MESSAGE_ITEMS_MAX,
             max_ext_len=0,
         )
-        return msgspec.convert(plain, kind, strict=True)
+        # Without the last argument text would pass for bytes, read as base64.
+        return msgspec.convert(plain, kind, strict=True, builtin_types=(bytes,))
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         detail = " ".join(str(error).split())[:200] or type(error).__name__
         raise RemoteProtocolError(Violation.MALFORMED, detail) from error

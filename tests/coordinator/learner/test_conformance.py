@@ -125,7 +125,7 @@ async def test_a_learner_keeps_its_contract_until_it_is_killed(kind, tmp_path):
         assert await exported(second, state) == (2, after_two), "as if nothing had happened"
 
         subject.kill(first)
-        with pytest.raises(ChildError, match="learner: .*SIGKILL"):
+        with pytest.raises(ChildError, match=r"learner: .*SIGKILL"):
             await first.train(make_batch(2))
         with pytest.raises(ChildError):
             await first.save(tmp_path / "checkpoints" / "two")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -226,18 +227,24 @@ def test_a_checkpoint_is_a_plain_hugging_face_folder(folder, tmp_path):
 def test_a_checkpoint_appears_whole_or_not_at_all(folder, tmp_path, monkeypatch):
     learner = make_learner(folder)
     target = tmp_path / "deep" / "one"
-    synced = []
-    sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")),
-                                                 sync(fd)))  # fmt: skip
-    renamed = []
-    rename = type(target).rename
-    monkeypatch.setattr(type(target), "rename",
-                        lambda self, to: (renamed.append(len(synced)), rename(self, to))[1])  # fmt: skip
+    events = []
+    sync, rename = os.fsync, Path.rename
+
+    def watched_sync(descriptor):
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    def watched_rename(self, new):
+        events.append("rename")
+        return rename(self, new)
+
+    monkeypatch.setattr(os, "fsync", watched_sync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
     learner.save(target)
-    before = {name.rpartition("/")[2] for name in synced[: renamed[0]]}
-    assert {path.name for path in target.iterdir()} | {"one.partial"} == before
-    assert synced[renamed[0] :] == [str(target.parent)]
+    partial = target.with_name("one.partial")
+    last = events.index("rename")
+    assert set(events[:last]) == {partial, *(partial / path.name for path in target.iterdir())}
+    assert events[last + 1 :] == [target.parent]
 
     def refuse(fd):
         raise OSError(28, "No space left on device")

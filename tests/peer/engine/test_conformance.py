@@ -201,7 +201,7 @@ async def test_an_engine_keeps_its_contract_until_it_is_killed(kind, tmp_path):
         for check in CHECKS:
             await check(engine, state)
         subject.kill(engine)
-        with pytest.raises(ChildError, match="engine: .*SIGKILL"):
+        with pytest.raises(ChildError, match=r"engine: .*SIGKILL"):
             await engine.generate([make_lease()])
         with pytest.raises(EngineError):
             await engine.load(7, state)
@@ -209,14 +209,6 @@ async def test_an_engine_keeps_its_contract_until_it_is_killed(kind, tmp_path):
         await engine.close()
         await engine.close()
         state.close()
-
-
-@pytest.mark.slow
-async def test_a_configuration_without_a_model_ends_the_start_with_the_reason(tmp_path):
-    engine = HfEngineProcess(start_silence_s=60.0)
-    with pytest.raises(EngineError, match="EngineError: the model configuration cannot be used"):
-        await engine.start(EngineSetup(layout=LAYOUT.table, model_config="{}"))
-    await engine.close()
 
 
 async def test_the_fakes_faults_come_when_they_were_ordered(autojump_clock):
