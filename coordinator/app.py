@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+import msgspec
 import trio
 
 from coordinator import report
@@ -21,14 +22,14 @@ from coordinator.intake import Intake
 from coordinator.learner.base import Learner, LearnerSetup, WarmStart
 from coordinator.leases import LeaseDesk
 from coordinator.membership import Membership
-from coordinator.publish import Published, Publisher
+from coordinator.publish import Publisher
 from coordinator.roster import Roster
 from coordinator.run_state import RunState
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import TaskInfo, TaskSetup, TaskWorker
 from coordinator.training import Shelf, StepRecord, Trainer
 from echo2p2p.errors import EchoError, EngineError
-from echo2p2p.ids import SOURCE, Generation
+from echo2p2p.ids import SOURCE, Generation, Step
 from echo2p2p.net.ports import (
     Blobs,
     Endpoint,
@@ -128,8 +129,7 @@ class CoordinatorApp:
         self._on_opened = on_opened
         self._on_step = on_step
         self._stopping = trio.Event()
-        self._progress = report.Progress(began_s=trio.current_time())
-        self._published = 0
+        self._progress = report.Progress(began_s=ports.clock.time())
         self._opened_book: Book | None = None
 
     @property
@@ -170,6 +170,7 @@ class CoordinatorApp:
         if stored is None:
             keys = RunKeys.create(entropy)
             token = JoinToken.create(entropy, keys.public_key)
+            await book.put("began_s", repr(self._ports.clock.time()).encode())
             await book.put("run_id", entropy.secret(8).hex().encode())
             await book.put("token", token.encode().encode())
             await book.put("admin_token", draw_admin_token(entropy).encode())
@@ -354,25 +355,29 @@ class CoordinatorApp:
             publisher=self._publisher,
             journal=ports.journal,
             record=self._record,
+            on_rolled_back=self._on_rolled_back,
             on_layout=self._take_up,
-            on_published=self._count_published,
         )
 
     async def _take_up(self, layout: LayoutTable) -> None:
         """Rebuild what the store knows; order matters: versions, leases, uploads, members."""
         generation = await self._book.get("generation")
         self._state.generation = Generation(int(generation) if generation else 0)
+        began = await self._book.get("began_s")
+        records = [msgspec.json.decode(row, type=StepRecord) for row in await self._book.steps()]
+        if began is not None:
+            self._progress = report.Progress(began_s=float(began), records=records)
+        self._state.step = Step(max((record.step for record in records), default=0))
         await self._publisher.load(Layout.from_table(layout))
         await self._desk.load()
         await self._intake.load()
         await self._roster.load(layout)
 
-    def _count_published(self, published: Published) -> None:
-        del published
-        self._published += 1
+    def _on_rolled_back(self, step: Step) -> None:
+        self._progress.roll_back(step)
 
     def _record(self, record: StepRecord) -> None:
-        self._progress.add(record, trio.current_time())
+        self._progress.add(record)
         members = self._members.live()
         self._on_step(
             StepView(
@@ -407,7 +412,7 @@ class CoordinatorApp:
         return {
             "outcome": outcome,
             "run": self._state.run_id,
-            **self._progress.summary(trio.current_time()),
+            **self._progress.summary(self._ports.clock.time()),
             "step": self._state.step,
             "generation": self._state.generation,
             "versions_published": 0 if latest is None else latest + 1,

@@ -52,6 +52,7 @@ MIGRATIONS: Final[tuple[str, ...]] = (
         fate TEXT NOT NULL, reason TEXT, step INTEGER, upload BLOB
     ) STRICT;
     CREATE INDEX leases_by_fate ON leases (fate, step);
+    CREATE TABLE steps (step INTEGER PRIMARY KEY, record BLOB NOT NULL) STRICT;
     CREATE TABLE archive (
         peer_id TEXT NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
         PRIMARY KEY (peer_id, fate, reason)
@@ -346,9 +347,26 @@ class Book:
         """End leases (id, samples) untrained; returns those that really were at ``source``."""
         return await self._move(leases, source, Place.REJECTED, reason=reason)
 
-    async def train(self, leases: Sequence[tuple[LeaseId, int]], step: Step) -> list[LeaseId]:
-        """Record that the update that reached ``step`` consumed these."""
-        return await self._move(leases, Place.QUEUED, Place.TRAINED, step=step)
+    async def train(
+        self, leases: Sequence[tuple[LeaseId, int]], step: Step, record: bytes | None = None
+    ) -> list[LeaseId]:
+        """Record that the update that reached ``step`` consumed these.
+
+        Args:
+            leases: Ids and samples.
+            step: Steps after the update.
+            record: What is to be known of the step later, encoded by the caller.
+        """
+        return await self._move(leases, Place.QUEUED, Place.TRAINED, step=step, record=record)
+
+    async def steps(self) -> list[bytes]:
+        """Return the records of the steps in the surviving history, in order."""
+
+        def work(rows: Rows) -> list[bytes]:
+            found = rows.execute("SELECT record FROM steps ORDER BY step").fetchall()
+            return [cast("bytes", row[0]) for row in found]
+
+        return await self._store.transact(work)
 
     async def _move(
         self,
@@ -359,6 +377,7 @@ class Book:
         reason: Reason | None = None,
         step: Step | None = None,
         upload: bytes | None = None,
+        record: bytes | None = None,
     ) -> list[LeaseId]:
         def work(rows: Rows) -> tuple[list[LeaseId], int]:
             moved, count = list[LeaseId](), 0
@@ -382,6 +401,8 @@ class Book:
                     count += samples
             if count:
                 _count(rows, Moved(count, source, target, reason))
+            if record is not None:
+                rows.execute("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, record))
             return moved, count
 
         with trio.CancelScope(shield=True):  # the disk and the counters move together
@@ -489,6 +510,7 @@ class Book:
 
         def work(rows: Rows) -> int:
             rows.execute("UPDATE versions SET dead = 1 WHERE step > ?", (step,))
+            rows.execute("DELETE FROM steps WHERE step > ?", (step,))
             lost = rows.execute(
                 "SELECT coalesce(sum(samples), 0) FROM leases WHERE fate = 'trained' AND step > ?",
                 (step,),

@@ -6,8 +6,9 @@ equal the recount is marked so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from statistics import fmean
 from typing import Final
 
 from coordinator.publish import WeightBytes
@@ -19,68 +20,56 @@ EDGE_STEPS: Final = 10
 
 
 class Progress:
-    """Figures of the steps so far."""
+    """Figures of the steps in the surviving history.
 
-    def __init__(self, *, began_s: float) -> None:
+    Args:
+        began_s: When the run was made, by the coordinator's wall clock.
+        records: Of the steps so far, when the run is taken up again.
+    """
+
+    def __init__(self, *, began_s: float, records: Iterable[StepRecord] = ()) -> None:
         self._began_s = began_s
-        self._first_step_s: float | None = None
-        self._last_step_s = began_s
-        self._rewards: dict[int, float] = {}
-        self._age_sum = 0.0
-        self._age_max = 0
-        self._ages = 0
-        self._idle_s = 0.0
-        self._untrained_sum = 0.0
-        self._untrained_count = 0
+        self._records = {int(record.step): record for record in records}
 
-    def add(self, record: StepRecord, now: float) -> None:
-        """Count one step; after a rollback it replaces its like and all that came after it."""
-        began_s = now - record.train_s - record.idle_s
-        if self._first_step_s is None:
-            # Waiting for the very first batch is start-up, not idling.
-            self._first_step_s = now - record.train_s
-        else:
-            self._idle_s += record.idle_s
-        assert began_s <= now
-        self._last_step_s = now
-        lost = [step for step in self._rewards if step > record.step]
-        for step in lost:
-            del self._rewards[step]
-        self._rewards[record.step] = record.reward
-        self._age_sum += record.age_mean
-        self._ages += 1
-        self._age_max = max(self._age_max, record.age_max)
-        total, count = record.first_version_rewards
-        self._untrained_sum += total
-        self._untrained_count += count
+    def add(self, record: StepRecord) -> None:
+        """Count one step; one taken again after a rollback replaces the lost one."""
+        self._records[record.step] = record
+
+    def roll_back(self, step: int) -> None:
+        """Forget steps that never happened."""
+        self._records = {at: record for at, record in self._records.items() if at <= step}
 
     @property
     def idle_share(self) -> float:
-        """Share of the learner's time, from the first step on, spent waiting for batches."""
-        if self._first_step_s is None:
-            return 0.0
-        return self._idle_s / max(1e-9, self._last_step_s - self._first_step_s)
+        """Share of the learner's time spent waiting for batches, the first batch aside.
+
+        Waiting for the very first batch is start-up: peers are still joining.
+        """
+        later = [record for step, record in self._records.items() if step > 1]
+        elapsed_s = sum(record.elapsed_s for record in later)
+        return sum(record.idle_s for record in later) / elapsed_s if elapsed_s else 0.0
 
     def reward_recent(self) -> float | None:
         """Mean reward of the newest steps."""
-        newest = [self._rewards[step] for step in sorted(self._rewards)[-EDGE_STEPS:]]
-        return sum(newest) / len(newest) if newest else None
+        newest = sorted(self._records)[-EDGE_STEPS:]
+        return fmean(self._records[step].reward for step in newest) if newest else None
 
-    def summary(self, now: float) -> dict[str, object]:
-        """Return the learning part of a summary."""
-        steps = sorted(self._rewards)
-        first = [self._rewards[step] for step in steps[:EDGE_STEPS]]
-        untrained = self._untrained_count
+    def summary(self, now_s: float) -> dict[str, object]:
+        """Return the learning part of a summary; ``now_s`` is the wall clock."""
+        records = [self._records[step] for step in sorted(self._records)]
+        first = records[:EDGE_STEPS]
+        total = sum(record.first_version_rewards[0] for record in records)
+        count = sum(record.first_version_rewards[1] for record in records)
         return {
-            "reward_version0": self._untrained_sum / untrained if untrained else None,
-            "reward_first": sum(first) / len(first) if first else None,
+            "reward_version0": total / count if count else None,
+            "reward_first": fmean(record.reward for record in first) if first else None,
             "reward_last": self.reward_recent(),
-            "steps": max(steps, default=0),
-            "wall_s": now - self._began_s,
+            "steps": len(records),
+            "wall_s": now_s - self._began_s,
             "learner_idle_share": self.idle_share,
             "age_steps": {
-                "mean": self._age_sum / self._ages if self._ages else None,
-                "max": self._age_max,
+                "mean": fmean(record.age_mean for record in records) if records else None,
+                "max": max((record.age_max for record in records), default=0),
             },
         }
 

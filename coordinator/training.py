@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 import trio
 
@@ -20,7 +21,7 @@ from coordinator.book import Book
 from coordinator.config import Settings
 from coordinator.intake import Intake
 from coordinator.learner.base import Learner, LearnerSetup, TrainBatch, TrainSample
-from coordinator.publish import Published, Publisher
+from coordinator.publish import Publisher
 from coordinator.run_state import RunState
 from echo2p2p.errors import ChildError
 from echo2p2p.ids import Generation, Step
@@ -53,6 +54,8 @@ class StepRecord:
     idle_s: float
     """The learner waited this long for the batch."""
     train_s: float
+    elapsed_s: float
+    """From the wish for the batch to the end of the update."""
     tokens: int
     zero_advantage_groups: int
     first_version_rewards: tuple[float, int]
@@ -85,7 +88,7 @@ class Trainer:
         record: Called with each step, for metrics.
         on_layout: Called once a process, when the first learner has told its layout: rebuilds
             what the store knows.
-        on_published: Called with each publication.
+        on_rolled_back: Called with the step to which a restart has brought the run.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Trainer:
         journal: Journal,
         record: Callable[[StepRecord], None],
         on_layout: Callable[[LayoutTable], Awaitable[None]],
-        on_published: Callable[[Published], None],
+        on_rolled_back: Callable[[Step], None],
     ) -> None:
         self._settings = settings
         self._setup = setup
@@ -119,7 +122,7 @@ class Trainer:
         self._journal = journal
         self._record = record
         self._on_layout = on_layout
-        self._on_published = on_published
+        self._on_rolled_back = on_rolled_back
         self._publishing = trio.Lock()
         self._export: SharedState | None = None
         self._lives = 0
@@ -197,6 +200,7 @@ class Trainer:
         lost = await self._book.roll_back(step)
         self._state.roll_back(step)
         await self._intake.roll_back()
+        self._on_rolled_back(step)
         self._journal.event(ROLLED_BACK, step=step, generation=generation, trajectories=lost)
 
     # --- one step -----------------------------------------------------------------------------
@@ -214,14 +218,24 @@ class Trainer:
                 self._queue.add(scored)
             raise
         assert report.step == step + 1, (report.step, step)
+        record = _record(
+            step,
+            groups,
+            batch,
+            idle_s=waited,
+            train_s=report.seconds,
+            elapsed_s=trio.current_time() - began,
+            metrics=dict(report.metrics),
+        )
         await self._book.train(
-            [(scored.group.lease_id, len(scored.group.turns)) for scored in groups], report.step
+            [(scored.group.lease_id, len(scored.group.turns)) for scored in groups],
+            report.step,
+            msgspec.json.encode(record),
         )
         for scored in groups:
             self._intake.decided(scored.group, None)
         self._state.step = report.step
         self._state.notify()
-        record = _record(step, groups, batch, waited, report.seconds, dict(report.metrics))
         self._record(record)
         self._journal.event(
             STEP_DONE,
@@ -258,7 +272,7 @@ class Trainer:
 
     async def _publish(self, exported: tuple[bytearray, Step, Generation]) -> None:
         async with self._publishing:
-            self._on_published(await self._publisher.publish(*exported))
+            await self._publisher.publish(*exported)
 
     async def _save(self, learner: Learner) -> None:
         step = await learner.save(self._checkpoints.folder(self._state.step))
@@ -290,8 +304,10 @@ def _record(
     step: Step,
     groups: list[ScoredGroup],
     batch: TrainBatch,
-    waited: float,
+    *,
+    idle_s: float,
     train_s: float,
+    elapsed_s: float,
     metrics: dict[str, float],
 ) -> StepRecord:
     ages = [
@@ -313,8 +329,9 @@ def _record(
         version_steps=tuple(sorted({scored.group.oldest_step for scored in groups})),
         age_mean=float(np.mean(ages)),
         age_max=max(ages),
-        idle_s=waited,
+        idle_s=idle_s,
         train_s=train_s,
+        elapsed_s=elapsed_s,
         tokens=batch.tokens_total,
         zero_advantage_groups=flat,
         first_version_rewards=(float(sum(untrained)), len(untrained)),

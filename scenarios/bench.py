@@ -124,7 +124,7 @@ class Bench:
         """Return a join request of the identity called ``name``, with a proof of its key."""
         identity = self.identities.get(name)
         if identity is None:
-            identity = self.identities[name] = PeerIdentity.create(self.entropy.fork(name))
+            identity = self.identities[name] = PeerIdentity.create(SimEntropy(name))
         nonce = self.entropy.secret(16)
         run = fingerprint(self.keys.public_key)
         return JoinRequest(

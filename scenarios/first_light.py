@@ -14,8 +14,8 @@ from coordinator.config import Settings
 from scenarios.parts import LearnerFaults
 from scenarios.world import PeerSpec, World, WorldSpec
 
-CRASH_AT_S: Final = 12.0
-RESTART_AT_S: Final = 25.0
+CRASH_AT_S: Final = 10.0
+RESTART_AT_S: Final = 28.0
 SETTINGS: Final = Settings.model_validate(
     {
         "run": {"steps": 24, "seed": 3},
@@ -51,8 +51,9 @@ def make_world(seed: int) -> World:
 
 
 async def nemesis(world: World, nursery: trio.Nursery) -> None:
-    """One crash, one restart."""
+    """One crash while it has work, one restart."""
     await trio.sleep_until(CRASH_AT_S)
+    await world.wait_event("leases.issued", peer=world.peer_id("bob"))
     world.crash_peer("bob")
     await trio.sleep_until(RESTART_AT_S)
     world.restart_peer("bob", nursery)

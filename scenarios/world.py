@@ -102,6 +102,7 @@ class CheckedJournal:
     trace: TraceJournal
     checkers: list[Checker] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
+    happened: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
 
     def event(self, name: str, /, **fields: object) -> None:
         """Record, then look."""
@@ -110,10 +111,12 @@ class CheckedJournal:
         for checker in self.checkers:
             if (wrong := checker.see(name, seen)) is not None:
                 self.breaches.append(f"{checker.name}: {wrong} (t = {trio.current_time():.3f} s)")
+        self.happened.unpark_all()
 
     def bind(self, **fields: object) -> Journal:
         """Return a journal on the same trace and checkers."""
-        return CheckedJournal(self.trace.bind(**fields), self.checkers, self.breaches)
+        trace = self.trace.bind(**fields)
+        return CheckedJournal(trace, self.checkers, self.breaches, self.happened)
 
 
 @dataclass
@@ -267,6 +270,20 @@ class World:
             machine.outcome = await PeerApp(settings, ports, machine.identity).run()
         machine.scope = None
         self._ended.unpark_all()
+
+    def peer_id(self, name: str) -> str:
+        """Return the id of a machine's identity."""
+        return self._machines[name].identity.peer_id
+
+    async def wait_event(self, name: str, **fields: object) -> None:
+        """Wait until an event of this name and with these fields happens from now on."""
+        seen = len(self.trace.entries)
+        while True:
+            for entry in self.trace.entries[seen:]:
+                if entry.name == name and fields.items() <= entry.fields.items():
+                    return
+            seen = len(self.trace.entries)
+            await self.journal.happened.park()
 
     # --- harm ---------------------------------------------------------------------------------
 

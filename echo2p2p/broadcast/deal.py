@@ -40,6 +40,12 @@ POLL_S: Final = 0.25
 LOOK_AHEAD_CHUNKS: Final = 32
 """Of the chunks not yet dealt, how many are tried when the first suits none of the relays."""
 
+HELP_AGE_S: Final = 0.75
+"""Before the source makes a copy of a chunk that a relay was dealt."""
+
+PROMISE_S: Final = 2.0
+"""For so long a chunk that somebody else asked for is taken to be on its way to them."""
+
 REFUSALS_MAX: Final = 16_384
 """Refused requests that are remembered; beyond it everything is served."""
 
@@ -119,8 +125,8 @@ class Dealer:
         self._deals: dict[int, _Deal] = {}
         self._relays: dict[PeerId, _Relay] = {}
         self._tried: dict[int, set[PeerId]] = {}
-        self._copies = [0] * count
         self._announced = [0] * count
+        self._promised: dict[int, tuple[PeerId, float]] = {}
         self._refused: set[tuple[PeerId, int]] = set()
         self._next_check_s = float("inf")
         self.copies_sent = 0
@@ -206,12 +212,13 @@ class Dealer:
         return None
 
     def help(
-        self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet]
+        self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet], now: float
     ) -> tuple[PeerId, int] | None:
         """Choose a copy that the source should make in a relay's stead.
 
-        Only of relays that are behind, from the end of their queues; what others announce, they
-        take out of them. Arguments and result are as those of `deal`.
+        Only of relays that are behind, from the end of their queues, from which they take what
+        others announce; and only of chunks that the relay itself must have announced meanwhile,
+        lest the receiver take the copy for a deal. Arguments and result are as those of `deal`.
         """
         behind = [
             relay
@@ -223,6 +230,9 @@ class Dealer:
             return None
         for relay in sorted(behind, key=self._backlog_s, reverse=True):
             for index in reversed(self._relays[relay].deals):
+                sent_s = self._deals[index].sent_s
+                if sent_s is None or now - sent_s < HELP_AGE_S:
+                    continue
                 for peer in candidates:
                     if peer != relay and index not in known[peer]:
                         return peer, index
@@ -252,7 +262,6 @@ class Dealer:
 
     def sent(self, relay: PeerId, index: int, now: float) -> None:
         """A copy has left, dealt or asked for."""
-        self._copies[index] += 1
         self.copies_sent += 1
         deal = self._deals.get(index)
         if deal is None or deal.relay != relay or deal.sent_s is not None:
@@ -327,24 +336,29 @@ class Dealer:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def may_serve(self, peer: PeerId, index: int, source_rate: float | None) -> bool:
+    def may_serve(self, peer: PeerId, index: int, source_rate: float | None, now: float) -> bool:
         """Decide on a request; remembers a refusal, so that an insisting peer is served.
 
         Args:
             peer: Who asks.
             index: What for.
             source_rate: The source's own uplink in bytes per second, if measured.
+            now: Seconds.
         """
         state = self._relays.get(peer)
         own = 1 if state and index in state.announced else 0
         deal = self._deals.get(index)
-        elsewhere = self._announced[index] > own or (deal is not None and deal.relay != peer)
-        never = self._copies[index] == 0 and deal is None
+        promised_to, promised_s = self._promised.get(index, (peer, now))
+        elsewhere = (
+            self._announced[index] > own
+            or (deal is not None and deal.relay != peer)
+            or (promised_to != peer and now - promised_s < PROMISE_S)
+        )
         spare = self.copies_sent < self.copies_wanted(source_rate) * self._count
-        if never or not elsewhere or spare or (peer, index) in self._refused:
+        insists = (peer, index) in self._refused
+        if not elsewhere or spare or insists or len(self._refused) >= REFUSALS_MAX:
             self._refused.discard((peer, index))
-            return True
-        if len(self._refused) >= REFUSALS_MAX:
+            self._promised[index] = (peer, now)
             return True
         self._refused.add((peer, index))
         return False

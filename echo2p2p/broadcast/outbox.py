@@ -33,6 +33,7 @@ class Outbox:
     _recent: dict[Key, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
+        """Return how many chunks wait or are with the writer."""
         return len(self._live) + len(self._bulk) + len(self._writing)
 
     @property
@@ -41,9 +42,9 @@ class Outbox:
         return len(self._writing) < self.window
 
     @property
-    def writing(self) -> int:
-        """Chunks that are with the writer."""
-        return len(self._writing)
+    def waits(self) -> bool:
+        """Whether a chunk waits for the writer."""
+        return bool(self._live or self._bulk)
 
     def holds(self, key: Key) -> bool:
         """Whether the chunk waits or is with the writer."""

@@ -33,6 +33,9 @@ RATE_ASSUMED_BYTES_PER_S: Final = 512.0 * 1024.0
 
 INDEX_GRACE_S: Final = 0.1
 
+DELAY_WEIGHT: Final = 0.1
+"""Of the newest push in the mean time from announcement to arrival."""
+
 REASON: Final = 3
 """Deadlines that a link gains by bringing other chunks."""
 
@@ -84,6 +87,8 @@ class _Goal:
     """Not verified."""
     parked: set[int] = field(default_factory=set)
     """Arrived, but not verified yet."""
+    heard_s: dict[int, float] = field(default_factory=dict)
+    """When a missing chunk was first announced."""
     holders: dict[int, int] = field(default_factory=dict)
     """Of a missing chunk: how many links offer it."""
     ready_s: dict[int, float] = field(default_factory=dict)
@@ -105,6 +110,7 @@ class Picker:
         self._order: list[ManifestId] = []
         self._ready: deque[float] = deque()
         self._sweep_s = math.inf
+        self._push_delay_s = 0.0
 
     # --- links and goals ----------------------------------------------------------------------
 
@@ -149,10 +155,16 @@ class Picker:
         *,
         grace_s: float,
     ) -> None:
-        """``link`` holds these chunks; those that are missing may be asked for after the grace."""
+        """``link`` holds these chunks; those that are missing may be asked for after the grace.
+
+        A grace, if there is one, grows with the time that pushed chunks take.
+        """
         goal = self._goals.get(manifest_id)
         if goal is None:
             return
+        if grace_s:
+            most_s = max(grace_s, self._settings.pull_grace_max_s)
+            grace_s = min(max(grace_s, 2 * self._push_delay_s), most_s)
         pool = goal.offers.setdefault(link, ChunkPool())
         for index in indices:
             if index not in goal.missing or not pool.add(index):
@@ -160,6 +172,7 @@ class Picker:
             goal.holders[index] = goal.holders.get(index, 0) + 1
             if index not in goal.ready_s:
                 wait_s = grace_s if index else min(grace_s, INDEX_GRACE_S)
+                goal.heard_s[index] = now
                 goal.ready_s[index] = now + wait_s
                 if wait_s and (not self._ready or self._ready[-1] < now + wait_s):
                     self._ready.append(now + wait_s)
@@ -182,6 +195,9 @@ class Picker:
         asked = link in goal.asked.get(index, ())
         if asked:
             self._forget_request(link, manifest_id, index, goal, now)
+        elif index in goal.heard_s and index not in goal.asked:
+            delay_s = now - goal.heard_s[index]
+            self._push_delay_s += DELAY_WEIGHT * (delay_s - self._push_delay_s)
         if index in goal.missing:
             goal.parked.add(index)
         return asked, self._cancel_all(goal, manifest_id, index, now)
@@ -193,6 +209,7 @@ class Picker:
             return []
         cancels = self._cancel_all(goal, manifest_id, index, now)
         goal.parked.discard(index)
+        goal.heard_s.pop(index, None)
         goal.ready_s.pop(index, None)
         goal.holders.pop(index, None)
         for pool in goal.offers.values():

@@ -26,6 +26,9 @@ class SwarmSettings:
     """In a full mesh: from the first announcement of a chunk until it is asked for. The relay that
     was dealt it is pushing it to us already; asking another would double it."""
 
+    pull_grace_max_s: float = 3.0
+    """The grace grows to twice the time that pushed chunks were seen to take, up to this."""
+
     overlay_grace_s: float = 0.05
     """The same outside a full mesh, where most chunks must be pulled."""
 
@@ -57,6 +60,13 @@ class SwarmSettings:
 
     send_window_chunks: int = 1
     """Chunks handed to a link's writer. More would only wait where nobody can cancel them."""
+
+    uploads_max: int = 4
+    """Links that are sent chunks at the same time. All of them share one uplink: the fewer, the
+    sooner each chunk is whole at the other end, and the shorter the way of announcements."""
+
+    upload_slow_s: float = 0.25
+    """A link that takes longer over a chunk does not count: its receiver is slow, not we."""
 
     queue_chunks_max: int = 256
     """Chunks that wait for one link; what does not fit is announced instead of pushed, and a

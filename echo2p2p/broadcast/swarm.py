@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -66,10 +67,12 @@ class _View:
     """Announced by it."""
     known: ChunkSet
     """Announced by it, or sent to it."""
+    aware: ChunkSet
+    """Of which it knows that we hold them: exchanged with it, or announced to it."""
     wants: bool = False
     offered: bool = False
     """The manifest has crossed the link, either way."""
-    told: bool = False
+    asked: bool = False
     """We have said WANT."""
 
 
@@ -103,7 +106,8 @@ class _Transfer:
     def view(self, link: PeerId) -> _View:
         view = self.views.get(link)
         if view is None:
-            view = self.views[link] = _View(ChunkSet(self.count), ChunkSet(self.count))
+            sets = (ChunkSet(self.count), ChunkSet(self.count), ChunkSet(self.count))
+            view = self.views[link] = _View(*sets)
         return view
 
 
@@ -131,7 +135,9 @@ class Swarm:
         self._picker = Picker(rng, self._settings)
         self._rates = RelayRates()
         self._uplink = BusyRate()
-        self._writing = 0
+        self._writing: dict[tuple[PeerId, tuple[ManifestId, int]], tuple[float, int]] = {}
+        self._turns: OrderedDict[PeerId, None] = OrderedDict()
+        self._unblock_s = math.inf
         self._flush_s = math.inf
         self._effects: list[Effect] = []
         self._duplicate_bytes = self._unknown_bytes = 0
@@ -159,6 +165,7 @@ class Swarm:
         settings = self._settings
         outbox = Outbox(settings.send_window_chunks, settings.queue_chunks_max)
         self._links[link] = _Link(is_source, outbox)
+        self._turns[link] = None
         self._picker.link_opened(link, is_source=is_source, rtt_s=rtt_s)
         for transfer in self._transfers.values():
             self._introduce(transfer, link)
@@ -166,8 +173,10 @@ class Swarm:
 
     def link_closed(self, link: PeerId, now: float) -> list[Effect]:
         """The link is gone; what was on its way either way is lost."""
-        gone = self._links.pop(link)
-        self._writing -= gone.outbox.writing
+        del self._links[link]
+        del self._turns[link]
+        for key in [key for key in self._writing if key[0] == link]:
+            del self._writing[key]
         self._picker.link_closed(link)
         self._rates.forget(link)
         for transfer in self._transfers.values():
@@ -176,7 +185,7 @@ class Swarm:
             if transfer.dealer:
                 transfer.dealer.relay_left(link, now)
         self._plan(now)
-        self._pump(self._links, now)
+        self._pump(now)
         return self._take()
 
     # --- payloads -----------------------------------------------------------------------------
@@ -230,7 +239,7 @@ class Swarm:
             if manifest_id in state.wants_early:
                 del state.wants_early[manifest_id]
                 self._follower(transfer, link, now)
-        self._pump(self._links, now)
+        self._pump(now)
         return self._take()
 
     def drop_transfer(self, manifest_id: ManifestId, now: float) -> list[Effect]:
@@ -258,7 +267,7 @@ class Swarm:
             self._remember(self._links[link].wants_early, manifest_id)
         elif not transfer.view(link).wants:
             self._follower(transfer, link, now)
-            self._pump(self._links, now)
+            self._pump(now)
         return self._take()
 
     def receive_have(
@@ -290,7 +299,7 @@ class Swarm:
         self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
         if not grace_s:
             self._plan(now, [link])
-        self._pump([link], now)
+        self._pump(now)
         return self._take()
 
     def receive_request(
@@ -308,9 +317,9 @@ class Swarm:
         _check_index(transfer, index)
         outbox, key = self._links[link].outbox, (manifest_id, index)
         if not outbox.holds(key) and not outbox.sent_since(key, now - CROSSING_S):
-            refusal = self._refusal(transfer, link, index)
+            refusal = self._refusal(transfer, link, index, now)
             if refusal is None and outbox.queue(key, live=transfer.push):
-                self._pump([link], now)
+                self._pump(now)
             else:
                 self._effects.append(SendReject(link, manifest_id, index, refusal or "busy"))
         return self._take()
@@ -355,8 +364,8 @@ class Swarm:
         if index not in transfer.held:
             transfer.origins.setdefault(index, (link, not asked))
         view = transfer.view(link)
-        view.held.add(index)
-        view.known.add(index)
+        for chunks in (view.held, view.known, view.aware):
+            chunks.add(index)
         self._links[link].outbox.cancel((manifest_id, index))
         self._cancel(cancels)
         self._plan(now, [link, *(pick.link for pick in cancels)])
@@ -380,7 +389,7 @@ class Swarm:
             for index in list(transfer.origins):  # what had waited for the index and was wrong
                 self._lose(transfer, index)
             self._plan(now)
-        self._pump(self._links, now)
+        self._pump(now)
         return self._take()
 
     def chunk_lost(self, manifest_id: ManifestId, index: int, now: float) -> list[Effect]:
@@ -397,17 +406,18 @@ class Swarm:
         """The writer is through with a `SendChunk`; ``sent`` is false if it had to skip it."""
         outbox = self._links[link].outbox
         outbox.written((manifest_id, index), now)
-        self._writing -= 1
+        self._writing.pop((link, (manifest_id, index)), None)
         transfer = self._transfers.get(manifest_id)
         if transfer is not None:
             if sent:
                 self._uplink.add(transfer.chunk_bytes, now)
                 transfer.view(link).known.add(index)
+                transfer.view(link).aware.add(index)
             if transfer.dealer and sent:
                 transfer.dealer.sent(link, index, now)
             elif transfer.dealer:
                 transfer.dealer.not_sent(link, index)
-        self._pump([link], now)
+        self._pump(now)
         if not self._writing:
             self._uplink.stop(now)
         return self._take()
@@ -417,7 +427,7 @@ class Swarm:
     def next_deadline(self) -> float:
         """Return when `on_time` must be called; infinity if nothing is due."""
         dealers = (each.dealer.next_deadline() for each in self._transfers.values() if each.dealer)
-        return min(self._flush_s, self._picker.next_deadline(), *dealers, math.inf)
+        return min(self._flush_s, self._unblock_s, self._picker.next_deadline(), *dealers)
 
     def on_time(self, now: float) -> list[Effect]:
         """Announce, ask, and take back what is due."""
@@ -433,7 +443,7 @@ class Swarm:
                 transfer.dealer.on_time(now)
                 self._redealt += transfer.dealer.redealt - before
         self._plan(now)
-        self._pump(self._links, now)
+        self._pump(now)
         return self._take()
 
     def statistics(self) -> SwarmStatistics:
@@ -463,8 +473,8 @@ class Swarm:
         if not view.offered:
             view.offered = True
             self._effects.append(SendOffer(link, transfer.manifest_id))
-        if not view.told and (self._is_source or not transfer.held.complete):
-            view.told = True
+        if not view.asked and (self._is_source or not transfer.held.complete):
+            view.asked = True
             self._effects.append(SendWant(link, transfer.manifest_id))
 
     def _follower(self, transfer: _Transfer, link: PeerId, now: float) -> None:
@@ -482,10 +492,11 @@ class Swarm:
             self._links[link].outbox.queue((transfer.manifest_id, 0), live=True)
 
     def _announce(self, transfer: _Transfer, link: PeerId, indices: Iterable[int]) -> None:
+        """Tell a follower what we hold; also what it holds itself, lest it push that to us."""
         view = transfer.view(link)
-        if view.held.complete and not self._links[link].is_source:
+        if view.held.complete and not transfer.push and not self._links[link].is_source:
             return
-        new = [index for index in indices if index not in view.known]
+        new = [index for index in indices if view.aware.add(index)]
         for start in range(0, len(new), HAVE_INDICES_MAX):
             part = tuple(new[start : start + HAVE_INDICES_MAX])
             self._effects.append(SendHave(link, transfer.manifest_id, part))
@@ -499,12 +510,12 @@ class Swarm:
                     self._announce(transfer, link, fresh)
 
     def _refusal(
-        self, transfer: _Transfer, link: PeerId, index: int
+        self, transfer: _Transfer, link: PeerId, index: int, now: float
     ) -> Literal["not_held", "busy"] | None:
         if index not in transfer.held:
             return "not_held"
         dealer = transfer.dealer
-        if dealer and not dealer.may_serve(link, index, self._uplink.bytes_per_s):
+        if dealer and not dealer.may_serve(link, index, self._uplink.bytes_per_s, now):
             return "busy"
         return None
 
@@ -517,7 +528,10 @@ class Swarm:
         if origin is None or not origin[1] or not transfer.push:
             return
         sender = self._links.get(origin[0])
-        first_hand = sender is not None and sender.is_source
+        if self._mesh and not (sender is not None and sender.is_source):
+            return  # its relay pushes it to everybody
+        if any(index in view.held for link, view in transfer.views.items() if link != origin[0]):
+            return  # a copy that the source made in a relay's stead, or an old one
         key = (transfer.manifest_id, index)
         targets = [
             link
@@ -525,15 +539,8 @@ class Swarm:
             if index not in known and not self._links[link].is_source
         ]
         if not self._mesh:
-            young = not any(
-                index in view.held for link, view in transfer.views.items() if link != origin[0]
-            )
-            if not (first_hand or young):
-                return
             targets.sort(key=lambda link: (len(self._links[link].outbox), self._rng.random()))
             targets = targets[: self._settings.push_fanout]
-        elif not first_hand:
-            return
         for link in targets:
             outbox = self._links[link].outbox
             if not outbox.holds(key) and outbox.queue(key, live=True):
@@ -547,18 +554,35 @@ class Swarm:
     def _cancel(self, picks: Iterable[Pick]) -> None:
         self._effects += [SendCancel(pick.link, pick.manifest_id, pick.index) for pick in picks]
 
-    def _pump(self, links: Iterable[PeerId], now: float) -> None:
+    def _pump(self, now: float) -> None:
         """Hand chunks to the writers that have room: live ones, then new deals, then bulk."""
-        links = list(links)
+        self._unblock_s = math.inf
         for live in (True, False):
-            for link in links:
-                outbox = self._links[link].outbox
-                while (key := outbox.next(live=live)) is not None:
+            for link in list(self._turns):
+                if not self._may_upload(now):
+                    return
+                key = self._links[link].outbox.next(live=live)
+                if key is not None:
                     self._send(link, key, now)
             if live and self._is_source:
                 for transfer in self._transfers.values():
                     if transfer.push:
                         self._deal(transfer, now)
+
+    def _may_upload(self, now: float) -> bool:
+        """Return whether another link may be sent a chunk; if not, note when to look again."""
+        settings = self._settings
+        rate = self._uplink.bytes_per_s
+        slow_s = settings.upload_slow_s
+        busy = [began_s for began_s, _ in self._writing.values()]
+        if rate and self._writing:
+            longest = max(size for _, size in self._writing.values())
+            slow_s = max(slow_s, 1.5 * settings.uploads_max * longest / rate)
+        fresh = [began_s for began_s in busy if now < began_s + slow_s]
+        if len(fresh) < settings.uploads_max:
+            return True
+        self._unblock_s = min(fresh) + slow_s
+        return False
 
     def _deal(self, transfer: _Transfer, now: float) -> None:
         dealer = transfer.dealer
@@ -566,10 +590,11 @@ class Swarm:
             return
         fanout = None if self._mesh else self._settings.push_fanout
         known = transfer.known
-        while candidates := [link for link in known if self._links[link].outbox.has_room]:
+        while self._may_upload(now):
+            candidates = [link for link in self._turns if link in known and self._has_room(link)]
             choice = dealer.deal(candidates, known, fanout)
             if choice is None:
-                choice = dealer.help(candidates, known)
+                choice = dealer.help(candidates, known, now)
                 if choice is None:
                     break
                 dealer.helped(choice[1], now)
@@ -583,8 +608,12 @@ class Swarm:
             for link in transfer.known:
                 self._announce(transfer, link, transfer.held)
 
+    def _has_room(self, link: PeerId) -> bool:
+        return self._links[link].outbox.has_room
+
     def _send(self, link: PeerId, key: tuple[ManifestId, int], now: float) -> None:
-        self._writing += 1
+        self._writing[link, key] = (now, self._transfers[key[0]].chunk_bytes)
+        self._turns.move_to_end(link)
         self._uplink.start(now)
         self._effects.append(SendChunk(link, *key))
 

@@ -1,0 +1,127 @@
+"""Figures of a run, against sums by hand."""
+
+import json
+
+import pytest
+
+from coordinator import report
+from coordinator.publish import WeightBytes
+from coordinator.training import StepRecord
+from echo2p2p.ids import Step
+from echo2p2p.rollouts.ledger import Balance
+
+
+def record(
+    step: int,
+    reward: float = 0.5,
+    *,
+    idle_s: float = 0.0,
+    train_s: float = 1.0,
+    ages: tuple[float, int] = (0.0, 0),
+    untrained: tuple[float, int] = (0.0, 0),
+) -> StepRecord:
+    return StepRecord(
+        step=Step(step),
+        reward=reward,
+        version_steps=(0, 1),
+        age_mean=ages[0],
+        age_max=ages[1],
+        idle_s=idle_s,
+        train_s=train_s,
+        tokens=10,
+        zero_advantage_groups=1,
+        first_version_rewards=untrained,
+        metrics={"loss": 0.25},
+    )
+
+
+def test_before_the_first_step_there_are_no_figures() -> None:
+    progress = report.Progress(began_s=5.0)
+    assert progress.idle_share == 0.0
+    assert progress.reward_recent() is None
+    assert progress.summary(7.0) == {
+        "reward_version0": None,
+        "reward_first": None,
+        "reward_last": None,
+        "steps": 0,
+        "wall_s": 2.0,
+        "learner_idle_share": 0.0,
+        "age_steps": {"mean": None, "max": 0},
+    }
+
+
+def test_waiting_for_the_first_batch_is_start_up_and_later_waiting_is_idling() -> None:
+    progress = report.Progress(began_s=0.0)
+    progress.add(record(1, idle_s=50.0, train_s=1.0), 51.0)
+    assert progress.idle_share == 0.0
+    progress.add(record(2, idle_s=2.0, train_s=1.0), 54.0)
+    assert progress.idle_share == pytest.approx(2.0 / 4.0)  # from 50 s to 54 s
+
+
+def test_rewards_at_the_edges_are_means_of_ten_steps_each() -> None:
+    progress = report.Progress(began_s=0.0)
+    for step in range(1, 26):
+        progress.add(record(step, reward=float(step)), float(step))
+    summary = progress.summary(30.0)
+    assert summary["reward_first"] == pytest.approx(sum(range(1, 11)) / 10)
+    assert summary["reward_last"] == progress.reward_recent() == pytest.approx(20.5)
+    assert summary["steps"] == 25
+
+
+def test_ages_and_the_untrained_reward_are_taken_over_all_steps() -> None:
+    progress = report.Progress(began_s=0.0)
+    progress.add(record(1, ages=(0.5, 1), untrained=(3.0, 8)), 1.0)
+    progress.add(record(2, ages=(1.5, 3), untrained=(1.0, 2)), 2.0)
+    progress.add(record(3, ages=(1.0, 2), untrained=(0.0, 0)), 3.0)
+    summary = progress.summary(4.0)
+    assert summary["age_steps"] == {"mean": 1.0, "max": 3}
+    assert summary["reward_version0"] == pytest.approx(0.4)
+
+
+def test_after_a_rollback_the_lost_steps_rewards_do_not_count() -> None:
+    progress = report.Progress(began_s=0.0)
+    for step, reward in [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9)]:
+        progress.add(record(step, reward), float(step))
+    progress.add(record(3, 0.3), 5.0)  # rolled back to 2
+    summary = progress.summary(6.0)
+    assert summary["steps"] == 3
+    assert summary["reward_last"] == pytest.approx(0.2)
+
+
+def test_the_ledger_part_says_whether_it_can_be_trusted() -> None:
+    good = Balance(issued=6, trained=1, queued=2, in_flight=0, rejected={"stale": 3})
+    part = report.trajectories(good, good)
+    assert part["balances"] is True
+    assert part["recount_agrees"] is True
+    assert (part["issued"], part["rejected"]) == (6, {"stale": 3})
+    other = Balance(issued=6, trained=2, queued=2, in_flight=0, rejected={"stale": 3})
+    assert report.trajectories(good, other)["recount_agrees"] is False
+    assert report.trajectories(other, other)["balances"] is False
+
+
+def test_the_weights_part_has_bytes_and_ratios() -> None:
+    sizes = WeightBytes(anchor_bytes=800, delta_bytes=(10, 30), state_bytes=1200)
+    assert report.weights(sizes, source_bytes=5, peer_bytes=7) == {
+        "state_bytes": 1200,
+        "anchor_bytes": 800,
+        "delta_bytes_mean": 20.0,
+        "ratio_mean": (120 + 40) / 2,
+        "source_bytes": 5,
+        "peer_bytes": 7,
+    }
+
+
+def test_a_metrics_line_is_flat_and_json() -> None:
+    line = report.step_line(record(3, untrained=(1.0, 2)), version=1)
+    assert json.loads(json.dumps(line)) == {
+        "step": 3,
+        "reward": 0.5,
+        "age_mean": 0.0,
+        "age_max": 0,
+        "idle_s": 0.0,
+        "train_s": 1.0,
+        "tokens": 10,
+        "zero_advantage_groups": 1,
+        "version": 1,
+        "loss": 0.25,
+    }
