@@ -421,7 +421,7 @@ class CoordinatorApp:
             ),
             "weights": report.weights(
                 self._publisher.statistics(),
-                source_bytes=self._relay.statistics().relayed_bytes,
+                source_bytes=self._publisher.source_bytes,
                 peer_bytes=sum(traffic.values()),
             ),
             "peers": [

@@ -209,10 +209,7 @@ class Membership:
 
     def leave(self, peer_id: PeerId, incarnation: Incarnation) -> Member | None:
         """End a member at its own wish; returns it, or ``None`` if it was gone already."""
-        member = self.find(peer_id, incarnation)
-        if member is not None:
-            self._drop(peer_id)
-        return member
+        return None if self.find(peer_id, incarnation) is None else self._drop(peer_id)
 
     def on_time(self, now: float) -> list[Member]:
         """Evict and return the members whose term is over, in order of their ids."""

@@ -106,12 +106,18 @@ class Publisher:
         self._since_anchor_bytes = 0
         self._anchor_bytes = 0
         self._delta_bytes: list[int] = []
+        self._source_bytes_before = 0
 
     @property
     def layout(self) -> Layout:
         """The layout of the chain; set by `load`."""
         assert self._layout is not None
         return self._layout
+
+    @property
+    def source_bytes(self) -> int:
+        """Chunk bytes that this relay has sent, in earlier lives too (to the last version)."""
+        return self._source_bytes_before + self._relay.statistics().relayed_bytes
 
     async def load(self, layout: Layout) -> None:
         """Take the learner's layout, and rebuild the published bits if there are any.
@@ -121,6 +127,7 @@ class Publisher:
         """
         self._layout = layout
         self._chain_id = layout.digest.hex()[:16]
+        self._source_bytes_before = int(await self._book.get("source_bytes") or 0)
         for row in await self._book.versions():
             self._state.add_version(row.version, row.step, dead=row.dead)
         for payload in await self._book.payloads():
@@ -206,6 +213,7 @@ class Publisher:
             self._bits, self._digest = bits, digest
             self._state.add_version(version, step)
         await self._retain()
+        await self._book.put("source_bytes", str(self.source_bytes).encode())
         sizes = {s is None: n for s, n in self._sizes(version)}
         published = Published(
             version=version,

@@ -19,7 +19,7 @@ from peer.rollouts import Rollouts
 from peer.weights import Follower, Weights
 
 WORK_DECIDED: Final = "work.decided"
-HEARTBEAT_FAILED: Final = "heartbeat.failed"
+HEARTBEAT_FAILED: Final = "heartbeat.retried"
 GOODBYE_S: Final = 1.5
 """How long a leave message may take."""
 

@@ -1,95 +1,18 @@
-"""``echo2-scenario``: run a story, in virtual time or as processes."""
+"""``echo2-scenario``; all but the entry point is in `scenarios.command`."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import signal
 import sys
-from pathlib import Path
-
-from echo2p2p.errors import EchoError
-from echo2p2p.net.program import FAILED, OK, run_program
-from echo2p2p.testing.clock import run_virtual
-from scenarios import first_light
-from scenarios.demo import Demo
-from scenarios.world import World
-
-STORIES = {"first-light": first_light}
-"""Stories in virtual time, by name."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="echo2-scenario", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="name the stories")
-    run = commands.add_parser("run", help="run one story")
-    run.add_argument("name", help="a story's name, or `demo`")
-    run.add_argument("--seed", type=int, default=7, help="of everything random (default: 7)")
-    run.add_argument("--trace", type=Path, help="write every event here, as JSON lines")
-    run.add_argument("--json", action="store_true", help="print the result as JSON")
-    run.add_argument("--folder", type=Path, default=Path("runs/demo"), help="of the demo")
-    known, more = parser.parse_known_args(argv)
-    if more and not (known.command == "run" and known.name == "demo"):
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if known.command == "list":
-        print("demo          one coordinator and three peers as processes; trains a tiny model")
-        for name, story in STORIES.items():
-            print(f"{name:<13} {(story.__doc__ or '').splitlines()[0]}")
-        return OK
-    if known.name == "demo":
-        return run_program(Demo(known.folder, more).run)
-    if known.name not in STORIES:
-        parser.error(f"no story {known.name!r}; `echo2-scenario list` names them")
-    return _run_story(known.name, known.seed, known.trace, as_json=known.json)
+    # Imports take a while; a Ctrl-C meanwhile ends the process without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from scenarios.command import main as command
 
-
-def _run_story(name: str, seed: int, trace: Path | None, *, as_json: bool) -> int:
-    story = STORIES[name]
-    made: list[World] = []
-
-    async def play() -> None:
-        made.append(story.make_world(seed))
-        await made[0].run(story.nemesis)
-
-    problem = ""
-    try:
-        run_virtual(play, seed=seed)
-    except (EchoError, BaseExceptionGroup) as error:
-        problem = f"{type(error).__name__}: {error}"
-    world = made[0]
-    if trace is not None:
-        trace.write_text("".join(f"{line}\n" for line in world.trace_lines()), encoding="utf-8")
-    problems = [*world.breaches, *([problem] if problem else [])]
-    result = {
-        "story": name,
-        "seed": seed,
-        "held": not problems,
-        "problems": problems,
-        "trace": world.trace.digest().hex(),
-        "events": len(world.trace.entries),
-        "summary": world.summary,
-    }
-    if as_json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print(result)
-    return FAILED if problems else OK
-
-
-def _print(result: dict[str, object]) -> None:
-    summary = result["summary"]
-    print(f"{result['story']} with seed {result['seed']}: {result['events']} events")
-    if isinstance(summary, dict):
-        print(f"  {summary['steps']} steps in {summary['wall_s']:.1f} virtual seconds")
-        print(f"  trajectories {summary['trajectories']}")
-    for problem in result["problems"] if isinstance(result["problems"], list) else []:
-        print(f"  BROKEN: {problem}")
-    print(f"  trace {result['trace']}")
-    if result["held"]:
-        print("  every checker held")
-    else:
-        print(f"  replay: echo2-scenario run {result['story']} --seed {result['seed']}")
+    return command(argv)
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Bench:
             return False
         step = Step(self.state.step + 1)
         taken = [(scored.group.lease_id, len(scored.group.turns)) for scored in groups]
-        await self.book.train(taken, step)
+        await self.book.train(taken, step, b"")
         for scored in groups:
             self.intake.decided(scored.group, None)
         self.state.step = step

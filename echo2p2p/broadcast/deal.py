@@ -43,7 +43,7 @@ LOOK_AHEAD_CHUNKS: Final = 32
 HELP_AGE_S: Final = 0.75
 """Before the source makes a copy of a chunk that a relay was dealt."""
 
-PROMISE_S: Final = 2.0
+PROMISE_S: Final = 3.0
 """For so long a chunk that somebody else asked for is taken to be on its way to them."""
 
 REFUSALS_MAX: Final = 16_384
@@ -129,7 +129,9 @@ class Dealer:
         self._promised: dict[int, tuple[PeerId, float]] = {}
         self._refused: set[tuple[PeerId, int]] = set()
         self._next_check_s = float("inf")
-        self.copies_sent = 0
+        self._sent = ChunkSet(count)
+        self._extra = 0
+        """Copies sent beyond the first of each chunk."""
         self.redealt = 0
 
     # --- relays come and go -------------------------------------------------------------------
@@ -262,7 +264,7 @@ class Dealer:
 
     def sent(self, relay: PeerId, index: int, now: float) -> None:
         """A copy has left, dealt or asked for."""
-        self.copies_sent += 1
+        self._extra += not self._sent.add(index)
         deal = self._deals.get(index)
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
@@ -354,7 +356,7 @@ class Dealer:
             or (deal is not None and deal.relay != peer)
             or (promised_to != peer and now - promised_s < PROMISE_S)
         )
-        spare = self.copies_sent < self.copies_wanted(source_rate) * self._count
+        spare = self._extra < (self.copies_wanted(source_rate) - 1) * self._count
         insists = (peer, index) in self._refused
         if not elsewhere or spare or insists or len(self._refused) >= REFUSALS_MAX:
             self._refused.discard((peer, index))

@@ -323,7 +323,12 @@ class Picker:
         pool: ChunkPool,
         now: float,
     ) -> int | None:
-        """Return a chunk that one other link was asked for and has not sent in good time."""
+        """Return a chunk that one other link was asked for and has not sent in good time.
+
+        Only when nothing is left that nobody was asked for.
+        """
+        if len(goal.asked) + len(goal.parked) < len(goal.missing):
+            return None
         for index, links in goal.asked.items():
             if len(links) > 1 or link in links or index not in pool:
                 continue

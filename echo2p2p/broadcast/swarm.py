@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -34,10 +33,11 @@ from echo2p2p.broadcast.effects import (
     SendRequest,
     SendWant,
 )
-from echo2p2p.broadcast.outbox import Outbox
+from echo2p2p.broadcast.outbox import Key
 from echo2p2p.broadcast.picker import Pick, Picker
-from echo2p2p.broadcast.rates import BusyRate
 from echo2p2p.broadcast.settings import HAVE_INDICES_MAX, MESH_NODES_MAX, SwarmSettings
+from echo2p2p.broadcast.transfer import Origin, Transfer
+from echo2p2p.broadcast.uploads import Uploads
 from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
 
@@ -60,55 +60,10 @@ class SwarmStatistics:
 
 
 @dataclass(slots=True)
-class _View:
-    """What we know of one payload at the other end of one link."""
-
-    held: ChunkSet
-    """Announced by it."""
-    known: ChunkSet
-    """Announced by it, or sent to it."""
-    aware: ChunkSet
-    """Of which it knows that we hold them: exchanged with it, or announced to it."""
-    wants: bool = False
-    offered: bool = False
-    """The manifest has crossed the link, either way."""
-    asked: bool = False
-    """We have said WANT."""
-
-
-@dataclass(slots=True)
 class _Link:
     is_source: bool
-    outbox: Outbox
     offers_early: dict[ManifestId, None] = field(default_factory=dict)
     wants_early: dict[ManifestId, None] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Transfer:
-    manifest_id: ManifestId
-    count: int
-    chunk_bytes: int
-    push: bool
-    wanted: bool
-    held: ChunkSet
-    dealer: Dealer | None
-    dealing: bool
-    """The source has not announced what it holds yet."""
-    views: dict[PeerId, _View] = field(default_factory=dict)
-    known: dict[PeerId, ChunkSet] = field(default_factory=dict)
-    """`_View.known` of those that said WANT."""
-    fresh: list[int] = field(default_factory=list)
-    """Stored since the last announcement."""
-    origins: dict[int, tuple[PeerId, bool]] = field(default_factory=dict)
-    """Of chunks that arrived and are not stored: the sender, and whether it came unasked."""
-
-    def view(self, link: PeerId) -> _View:
-        view = self.views.get(link)
-        if view is None:
-            sets = (ChunkSet(self.count), ChunkSet(self.count), ChunkSet(self.count))
-            view = self.views[link] = _View(*sets)
-        return view
 
 
 class Swarm:
@@ -131,13 +86,10 @@ class Swarm:
         self._settings = settings or SwarmSettings()
         self._planned: int | None = None
         self._links: dict[PeerId, _Link] = {}
-        self._transfers: dict[ManifestId, _Transfer] = {}
+        self._transfers: dict[ManifestId, Transfer] = {}
         self._picker = Picker(rng, self._settings)
         self._rates = RelayRates()
-        self._uplink = BusyRate()
-        self._writing: dict[tuple[PeerId, tuple[ManifestId, int]], tuple[float, int]] = {}
-        self._turns: OrderedDict[PeerId, None] = OrderedDict()
-        self._unblock_s = math.inf
+        self._uploads = Uploads(self._settings)
         self._flush_s = math.inf
         self._effects: list[Effect] = []
         self._duplicate_bytes = self._unknown_bytes = 0
@@ -162,10 +114,8 @@ class Swarm:
     ) -> list[Effect]:
         """An authenticated link is there."""
         del now
-        settings = self._settings
-        outbox = Outbox(settings.send_window_chunks, settings.queue_chunks_max)
-        self._links[link] = _Link(is_source, outbox)
-        self._turns[link] = None
+        self._links[link] = _Link(is_source)
+        self._uploads.open(link)
         self._picker.link_opened(link, is_source=is_source, rtt_s=rtt_s)
         for transfer in self._transfers.values():
             self._introduce(transfer, link)
@@ -174,16 +124,11 @@ class Swarm:
     def link_closed(self, link: PeerId, now: float) -> list[Effect]:
         """The link is gone; what was on its way either way is lost."""
         del self._links[link]
-        del self._turns[link]
-        for key in [key for key in self._writing if key[0] == link]:
-            del self._writing[key]
+        self._uploads.close(link, now)
         self._picker.link_closed(link)
         self._rates.forget(link)
         for transfer in self._transfers.values():
-            transfer.views.pop(link, None)
-            transfer.known.pop(link, None)
-            if transfer.dealer:
-                transfer.dealer.relay_left(link, now)
+            transfer.forget(link, now)
         self._plan(now)
         self._pump(now)
         return self._take()
@@ -218,17 +163,16 @@ class Swarm:
         if self._is_source:
             backlog_max_s = self._settings.backlog_max_s
             dealer = Dealer(count, chunk_bytes, self._rates, push=push, backlog_max_s=backlog_max_s)
-        transfer = self._transfers[manifest_id] = _Transfer(
+        transfer = self._transfers[manifest_id] = Transfer(
             manifest_id,
             count,
             chunk_bytes,
             push=push,
-            wanted=not chunks.complete,
             held=chunks,
             dealer=dealer,
             dealing=dealer is not None and push,
         )
-        if transfer.wanted:
+        if not chunks.complete:
             missing = ChunkSet(count, (index for index in range(count) if index not in chunks))
             self._picker.follow(manifest_id, missing=missing, chunk_bytes=chunk_bytes, live=push)
         for link, state in self._links.items():
@@ -246,8 +190,8 @@ class Swarm:
         """Forget a payload; what is asked of us about it from now on is rejected."""
         if self._transfers.pop(manifest_id, None) is not None:
             self._cancel(self._picker.drop(manifest_id, now))
-            for state in self._links.values():
-                state.outbox.drop(manifest_id)
+            for _, outbox in self._uploads.in_turn():
+                outbox.drop(manifest_id)
         return self._take()
 
     # --- frames -------------------------------------------------------------------------------
@@ -284,11 +228,10 @@ class Swarm:
         if any(after <= before for before, after in itertools.pairwise(indices)):
             raise RemoteProtocolError(Violation.MALFORMED, "announcement is not ascending")
         if indices:
-            _check_index(transfer, indices[-1])
-        view, outbox = transfer.view(link), self._links[link].outbox
+            transfer.check_index(indices[-1])
+        view, outbox = transfer.view(link), self._uploads.to(link)
         for index in indices:
-            view.held.add(index)
-            view.known.add(index)
+            view.add(index)
             outbox.cancel((manifest_id, index))
             if transfer.dealer:
                 transfer.dealer.announced(link, index, now)
@@ -314,8 +257,8 @@ class Swarm:
         if transfer is None:
             self._effects.append(SendReject(link, manifest_id, index, "unknown"))
             return self._take()
-        _check_index(transfer, index)
-        outbox, key = self._links[link].outbox, (manifest_id, index)
+        transfer.check_index(index)
+        outbox, key = self._uploads.to(link), (manifest_id, index)
         if not outbox.holds(key) and not outbox.sent_since(key, now - CROSSING_S):
             refusal = self._refusal(transfer, link, index, now)
             if refusal is None and outbox.queue(key, live=transfer.push):
@@ -334,14 +277,14 @@ class Swarm:
         """
         transfer = self._transfers.get(manifest_id)
         if transfer is not None:
-            _check_index(transfer, index)
+            transfer.check_index(index)
             self._picker.rejected(link, manifest_id, index, reason, now)
             self._plan(now)
         return self._take()
 
     def receive_cancel(self, link: PeerId, manifest_id: ManifestId, index: int) -> None:
         """The other side no longer needs a chunk."""
-        self._links[link].outbox.cancel((manifest_id, index))
+        self._uploads.to(link).cancel((manifest_id, index))
 
     # --- chunks -------------------------------------------------------------------------------
 
@@ -357,16 +300,16 @@ class Swarm:
         if transfer is None:
             self._unknown_bytes += size
             return []
-        _check_index(transfer, index)
+        transfer.check_index(index)
         if index in transfer.held or index in transfer.origins:
             self._duplicate_bytes += size
         asked, cancels = self._picker.arrived(link, manifest_id, index, size, now)
         if index not in transfer.held:
-            transfer.origins.setdefault(index, (link, not asked))
+            transfer.origins.setdefault(index, Origin(link, unasked=not asked))
         view = transfer.view(link)
-        for chunks in (view.held, view.known, view.aware):
-            chunks.add(index)
-        self._links[link].outbox.cancel((manifest_id, index))
+        view.add(index)
+        view.aware.add(index)
+        self._uploads.to(link).cancel((manifest_id, index))
         self._cancel(cancels)
         self._plan(now, [link, *(pick.link for pick in cancels)])
         return self._take()
@@ -404,13 +347,10 @@ class Swarm:
         self, link: PeerId, manifest_id: ManifestId, index: int, now: float, *, sent: bool = True
     ) -> list[Effect]:
         """The writer is through with a `SendChunk`; ``sent`` is false if it had to skip it."""
-        outbox = self._links[link].outbox
-        outbox.written((manifest_id, index), now)
-        self._writing.pop((link, (manifest_id, index)), None)
+        self._uploads.finished(link, (manifest_id, index), now, sent=sent)
         transfer = self._transfers.get(manifest_id)
         if transfer is not None:
             if sent:
-                self._uplink.add(transfer.chunk_bytes, now)
                 transfer.view(link).known.add(index)
                 transfer.view(link).aware.add(index)
             if transfer.dealer and sent:
@@ -418,8 +358,6 @@ class Swarm:
             elif transfer.dealer:
                 transfer.dealer.not_sent(link, index)
         self._pump(now)
-        if not self._writing:
-            self._uplink.stop(now)
         return self._take()
 
     # --- time ---------------------------------------------------------------------------------
@@ -427,7 +365,7 @@ class Swarm:
     def next_deadline(self) -> float:
         """Return when `on_time` must be called; infinity if nothing is due."""
         dealers = (each.dealer.next_deadline() for each in self._transfers.values() if each.dealer)
-        return min(self._flush_s, self._unblock_s, self._picker.next_deadline(), *dealers)
+        return min(self._flush_s, self._uploads.unblock_s, self._picker.next_deadline(), *dealers)
 
     def on_time(self, now: float) -> list[Effect]:
         """Announce, ask, and take back what is due."""
@@ -467,7 +405,7 @@ class Swarm:
         if len(early) > self._settings.wants_early_max:
             del early[next(iter(early))]
 
-    def _introduce(self, transfer: _Transfer, link: PeerId) -> None:
+    def _introduce(self, transfer: Transfer, link: PeerId) -> None:
         """Make the payload known on a link, and ask to be told."""
         view = transfer.view(link)
         if not view.offered:
@@ -477,21 +415,21 @@ class Swarm:
             view.asked = True
             self._effects.append(SendWant(link, transfer.manifest_id))
 
-    def _follower(self, transfer: _Transfer, link: PeerId, now: float) -> None:
+    def _follower(self, transfer: Transfer, link: PeerId, now: float) -> None:
         """``link`` wants the payload: count it in, and tell it what there is."""
         view = transfer.view(link)
         view.wants = True
-        transfer.known[link] = view.known
+        transfer.followers[link] = view.known
         if transfer.dealer:
             transfer.dealer.relay_joined(link)
             for index in view.held:
                 transfer.dealer.announced(link, index, now)
         if not transfer.dealing:
             self._announce(transfer, link, transfer.held)
-        elif 0 not in view.known and len(transfer.known) <= MESH_NODES_MAX:
-            self._links[link].outbox.queue((transfer.manifest_id, 0), live=True)
+        elif 0 not in view.known and len(transfer.followers) <= MESH_NODES_MAX:
+            self._uploads.to(link).queue((transfer.manifest_id, 0), live=True)
 
-    def _announce(self, transfer: _Transfer, link: PeerId, indices: Iterable[int]) -> None:
+    def _announce(self, transfer: Transfer, link: PeerId, indices: Iterable[int]) -> None:
         """Tell a follower what we hold; also what it holds itself, lest it push that to us."""
         view = transfer.view(link)
         if view.held.complete and not transfer.push and not self._links[link].is_source:
@@ -506,45 +444,44 @@ class Swarm:
         for transfer in self._transfers.values():
             if transfer.fresh:
                 fresh, transfer.fresh = sorted(transfer.fresh), []
-                for link in transfer.known:
+                for link in transfer.followers:
                     self._announce(transfer, link, fresh)
 
     def _refusal(
-        self, transfer: _Transfer, link: PeerId, index: int, now: float
+        self, transfer: Transfer, link: PeerId, index: int, now: float
     ) -> Literal["not_held", "busy"] | None:
         if index not in transfer.held:
             return "not_held"
         dealer = transfer.dealer
-        if dealer and not dealer.may_serve(link, index, self._uplink.bytes_per_s, now):
+        if dealer and not dealer.may_serve(link, index, self._uploads.bytes_per_s, now):
             return "busy"
         return None
 
-    def _lose(self, transfer: _Transfer, index: int) -> None:
+    def _lose(self, transfer: Transfer, index: int) -> None:
         transfer.origins.pop(index, None)
         self._picker.lost(transfer.manifest_id, index)
 
-    def _push_on(self, transfer: _Transfer, index: int, origin: tuple[PeerId, bool] | None) -> None:
+    def _push_on(self, transfer: Transfer, index: int, origin: Origin | None) -> None:
         """Queue a chunk that came unasked for the neighbours who should get it from us."""
-        if origin is None or not origin[1] or not transfer.push:
+        if origin is None or not origin.unasked or not transfer.push:
             return
-        sender = self._links.get(origin[0])
-        if self._mesh and not (sender is not None and sender.is_source):
-            return  # its relay pushes it to everybody
-        if any(index in view.held for link, view in transfer.views.items() if link != origin[0]):
+        if not self._from_source(origin.link):
+            return  # in a mesh its relay pushes it to everybody; elsewhere pulls take over
+        if transfer.held_beside(index, origin.link):
             return  # a copy that the source made in a relay's stead, or an old one
-        key = (transfer.manifest_id, index)
-        targets = [
-            link
-            for link, known in transfer.known.items()
-            if index not in known and not self._links[link].is_source
-        ]
+        targets = [link for link in transfer.lacking(index) if not self._from_source(link)]
         if not self._mesh:
-            targets.sort(key=lambda link: (len(self._links[link].outbox), self._rng.random()))
+            targets.sort(key=lambda link: (len(self._uploads.to(link)), self._rng.random()))
             targets = targets[: self._settings.push_fanout]
+        key = (transfer.manifest_id, index)
         for link in targets:
-            outbox = self._links[link].outbox
+            outbox = self._uploads.to(link)
             if not outbox.holds(key) and outbox.queue(key, live=True):
                 self._pushed += 1
+
+    def _from_source(self, link: PeerId) -> bool:
+        state = self._links.get(link)
+        return state is not None and state.is_source
 
     def _plan(self, now: float, links: Iterable[PeerId] | None = None) -> None:
         for pick in self._picker.plan(now, links):
@@ -556,68 +493,40 @@ class Swarm:
 
     def _pump(self, now: float) -> None:
         """Hand chunks to the writers that have room: live ones, then new deals, then bulk."""
-        self._unblock_s = math.inf
         for live in (True, False):
-            for link in list(self._turns):
-                if not self._may_upload(now):
+            for link, outbox in self._uploads.in_turn():
+                if not self._uploads.may_start(now):
                     return
-                key = self._links[link].outbox.next(live=live)
+                key = outbox.next(live=live)
                 if key is not None:
                     self._send(link, key, now)
             if live and self._is_source:
                 for transfer in self._transfers.values():
-                    if transfer.push:
-                        self._deal(transfer, now)
+                    self._deal(transfer, now)
 
-    def _may_upload(self, now: float) -> bool:
-        """Return whether another link may be sent a chunk; if not, note when to look again."""
-        settings = self._settings
-        rate = self._uplink.bytes_per_s
-        slow_s = settings.upload_slow_s
-        busy = [began_s for began_s, _ in self._writing.values()]
-        if rate and self._writing:
-            longest = max(size for _, size in self._writing.values())
-            slow_s = max(slow_s, 1.5 * settings.uploads_max * longest / rate)
-        fresh = [began_s for began_s in busy if now < began_s + slow_s]
-        if len(fresh) < settings.uploads_max:
-            return True
-        self._unblock_s = min(fresh) + slow_s
-        return False
-
-    def _deal(self, transfer: _Transfer, now: float) -> None:
-        dealer = transfer.dealer
-        if dealer is None or not transfer.known or not (transfer.dealing or dealer.busy):
+    def _deal(self, transfer: Transfer, now: float) -> None:
+        dealer, known = transfer.dealer, transfer.followers
+        if dealer is None or not known or not (transfer.dealing or dealer.busy):
             return
         fanout = None if self._mesh else self._settings.push_fanout
-        known = transfer.known
-        while self._may_upload(now):
-            candidates = [link for link in self._turns if link in known and self._has_room(link)]
-            choice = dealer.deal(candidates, known, fanout)
+        while self._uploads.may_start(now):
+            free = [link for link, box in self._uploads.in_turn() if link in known and box.has_room]
+            choice = dealer.deal(free, known, fanout)
             if choice is None:
-                choice = dealer.help(candidates, known, now)
+                choice = dealer.help(free, known, now)
                 if choice is None:
                     break
                 dealer.helped(choice[1], now)
             link, index = choice
             known[link].add(index)
             key = (transfer.manifest_id, index)
-            self._links[link].outbox.write(key)
+            self._uploads.to(link).write(key)
             self._send(link, key, now)
         if transfer.dealing and dealer.finished:
             transfer.dealing = False
-            for link in transfer.known:
+            for link in known:
                 self._announce(transfer, link, transfer.held)
 
-    def _has_room(self, link: PeerId) -> bool:
-        return self._links[link].outbox.has_room
-
-    def _send(self, link: PeerId, key: tuple[ManifestId, int], now: float) -> None:
-        self._writing[link, key] = (now, self._transfers[key[0]].chunk_bytes)
-        self._turns.move_to_end(link)
-        self._uplink.start(now)
+    def _send(self, link: PeerId, key: Key, now: float) -> None:
+        self._uploads.started(link, key, self._transfers[key[0]].chunk_bytes, now)
         self._effects.append(SendChunk(link, *key))
-
-
-def _check_index(transfer: _Transfer, index: int) -> None:
-    if index >= transfer.count:
-        raise RemoteProtocolError(Violation.MALFORMED, f"chunk {index} of {transfer.count}")

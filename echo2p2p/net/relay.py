@@ -71,7 +71,7 @@ LINK_OPENED: Final = "link.opened"
 LINK_CLOSED: Final = "link.closed"
 LINK_REFUSED: Final = "link.refused"
 LINK_VIOLATED: Final = "link.violated"
-DIAL_FAILED: Final = "dial.failed"
+DIAL_FAILED: Final = "dial.retried"
 CHUNK_REJECTED: Final = "chunk.rejected"
 MANIFEST_REFUSED: Final = "manifest.refused"
 PAYLOAD_FOLLOWED: Final = "payload.followed"
@@ -425,6 +425,7 @@ class RelayNode:
                 await trio.sleep(backoff.wait_s(lived_s=lived_s))
 
     async def accept(self, stream: trio.abc.Stream) -> None:
+        """Serve a connection that somebody opened, to its end; more than we can take is closed."""
         settings = self._settings
         if len(self._sessions) < settings.links_max and self._handshakes < settings.handshakes_max:
             await self._serve(stream, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -155,7 +155,7 @@ class RelayNet:
         name: str,
         *,
         incarnation: int = 1,
-        wants: Callable[[ManifestHeader], bool] = lambda header: True,
+        wants: Callable[[ManifestHeader], bool] = lambda _header: True,
         streams: Streams | None = None,
     ) -> Member:
         """Start one member; links come with `link_up`."""
@@ -191,24 +191,29 @@ class RelayNet:
         """End a member's tasks, as a killed process would."""
         self.members.pop(name).scope.cancel()
 
-    def link_up(self) -> None:
-        """Tell everybody of everybody."""
-        plan = [
+    def link_up(self, overlay: Mapping[PeerId, Collection[PeerId]] | None = None) -> None:
+        """Tell everybody of everybody, or of those that ``overlay`` names."""
+        everybody = [
             Neighbour(peer_id=self.peer_id(member.name), address=member.address)
             for member in self.peers
         ]
         for member in self.members.values():
+            chosen = overlay.get(self.peer_id(member.name)) if overlay else None
+            plan = [one for one in everybody if chosen is None or one.peer_id in chosen]
             member.node.set_neighbours(plan, self.source.address)
 
-    async def wait_linked(self) -> None:
-        """Wait until every pair that can be linked is; polls, in whatever time the run has."""
-        dialable = sum(member.address is not None for member in self.peers)
-        others = len(self.peers) - dialable
-        while True:
-            counts = [len(member.node.statistics().links) for member in self.peers]
-            if sum(counts) >= len(counts) * (len(counts)) - others * (others - 1):
-                return
-            await trio.sleep(0.01)
+    async def wait_linked(self, links: int | None = None) -> None:
+        """Wait until there are so many links in all (default: all pairs, the source included)."""
+        if links is None:
+            links = len(self.members) * (len(self.members) - 1) // 2
+        up = 0
+        while up < 2 * links:
+            await self._progress()
+            up = sum(len(member.node.statistics().links) for member in self.members.values())
+
+    async def _progress(self) -> None:
+        """Let the nodes run on for a moment of the run's time."""
+        await trio.sleep(0.01)
 
     async def broadcast(
         self, payload: Payload, *, push: bool = True, names: Iterable[str] | None = None
@@ -228,7 +233,7 @@ class RelayNet:
     async def _wait(self, member: Member, payload: Payload) -> None:
         start_s = trio.current_time()
         while member.node.assembly(payload.manifest_id) is None:
-            await trio.sleep(0.01)
+            await self._progress()
         assembly = await member.node.wait_complete(payload.manifest_id)
         assert assembly.payload() == payload.assembly.payload()
         member.completed_s[payload.manifest_id] = trio.current_time() - start_s

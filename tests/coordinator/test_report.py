@@ -17,6 +17,7 @@ def record(
     *,
     idle_s: float = 0.0,
     train_s: float = 1.0,
+    elapsed_s: float = 1.0,
     ages: tuple[float, int] = (0.0, 0),
     untrained: tuple[float, int] = (0.0, 0),
 ) -> StepRecord:
@@ -28,6 +29,7 @@ def record(
         age_max=ages[1],
         idle_s=idle_s,
         train_s=train_s,
+        elapsed_s=elapsed_s,
         tokens=10,
         zero_advantage_groups=1,
         first_version_rewards=untrained,
@@ -52,16 +54,17 @@ def test_before_the_first_step_there_are_no_figures() -> None:
 
 def test_waiting_for_the_first_batch_is_start_up_and_later_waiting_is_idling() -> None:
     progress = report.Progress(began_s=0.0)
-    progress.add(record(1, idle_s=50.0, train_s=1.0), 51.0)
+    progress.add(record(1, idle_s=50.0, elapsed_s=51.0))
     assert progress.idle_share == 0.0
-    progress.add(record(2, idle_s=2.0, train_s=1.0), 54.0)
-    assert progress.idle_share == pytest.approx(2.0 / 4.0)  # from 50 s to 54 s
+    progress.add(record(2, idle_s=2.0, elapsed_s=4.0))
+    progress.add(record(3, idle_s=0.0, elapsed_s=4.0))
+    assert progress.idle_share == pytest.approx(2.0 / 8.0)
 
 
 def test_rewards_at_the_edges_are_means_of_ten_steps_each() -> None:
     progress = report.Progress(began_s=0.0)
     for step in range(1, 26):
-        progress.add(record(step, reward=float(step)), float(step))
+        progress.add(record(step, reward=float(step)))
     summary = progress.summary(30.0)
     assert summary["reward_first"] == pytest.approx(sum(range(1, 11)) / 10)
     assert summary["reward_last"] == progress.reward_recent() == pytest.approx(20.5)
@@ -70,22 +73,39 @@ def test_rewards_at_the_edges_are_means_of_ten_steps_each() -> None:
 
 def test_ages_and_the_untrained_reward_are_taken_over_all_steps() -> None:
     progress = report.Progress(began_s=0.0)
-    progress.add(record(1, ages=(0.5, 1), untrained=(3.0, 8)), 1.0)
-    progress.add(record(2, ages=(1.5, 3), untrained=(1.0, 2)), 2.0)
-    progress.add(record(3, ages=(1.0, 2), untrained=(0.0, 0)), 3.0)
+    progress.add(record(1, ages=(0.5, 1), untrained=(3.0, 8)))
+    progress.add(record(2, ages=(1.5, 3), untrained=(1.0, 2)))
+    progress.add(record(3, ages=(1.0, 2), untrained=(0.0, 0)))
     summary = progress.summary(4.0)
     assert summary["age_steps"] == {"mean": 1.0, "max": 3}
     assert summary["reward_version0"] == pytest.approx(0.4)
 
 
-def test_after_a_rollback_the_lost_steps_rewards_do_not_count() -> None:
+def test_after_a_rollback_the_lost_steps_do_not_count() -> None:
     progress = report.Progress(began_s=0.0)
     for step, reward in [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9)]:
-        progress.add(record(step, reward), float(step))
-    progress.add(record(3, 0.3), 5.0)  # rolled back to 2
-    summary = progress.summary(6.0)
-    assert summary["steps"] == 3
-    assert summary["reward_last"] == pytest.approx(0.2)
+        progress.add(record(step, reward, untrained=(reward, 1)))
+    progress.roll_back(2)
+    assert progress.summary(5.0)["steps"] == 2
+    assert progress.summary(5.0)["reward_version0"] == pytest.approx(0.15)
+    progress.add(record(3, 0.3))
+    assert progress.summary(6.0)["steps"] == 3
+    assert progress.summary(6.0)["reward_last"] == pytest.approx(0.2)
+
+
+def test_a_run_taken_up_again_goes_on_with_the_figures_that_it_had() -> None:
+    whole, first = report.Progress(began_s=3.0), report.Progress(began_s=3.0)
+    records = [record(step, step / 10, idle_s=0.5, ages=(1.0, step)) for step in range(1, 16)]
+    for item in records:
+        whole.add(item)
+    for item in records[:7]:
+        first.add(item)
+    later = report.Progress(began_s=3.0, records=records[:7])
+    assert later.summary(9.0) == first.summary(9.0)
+    for item in records[7:]:
+        later.add(item)
+    assert later.summary(20.0) == whole.summary(20.0)
+    assert later.idle_share == whole.idle_share > 0
 
 
 def test_the_ledger_part_says_whether_it_can_be_trusted() -> None:
@@ -120,6 +140,7 @@ def test_a_metrics_line_is_flat_and_json() -> None:
         "age_max": 0,
         "idle_s": 0.0,
         "train_s": 1.0,
+        "elapsed_s": 1.0,
         "tokens": 10,
         "zero_advantage_groups": 1,
         "version": 1,

@@ -143,14 +143,13 @@ def integers(data, dtype):
 
 
 def test_the_golden_payloads_give_the_golden_state():
-    values = {
-        name: bytes.fromhex(golden.values()[name]) for name in golden.values() if "payload" in name
-    }
+    values = golden.values()
+    delta, anchor = (bytes.fromhex(values[f"{name} payload"]) for name in ("delta", "anchor"))
     result = integers(examples.RESULT_STATE, "bf16")
     base = integers(examples.BASE_STATE, "bf16")
-    assert decode(values["delta"], b"D", ["bf16"], [base]) == ([result], [FAST])
+    assert decode(delta, b"D", ["bf16"], [base]) == ([result], [FAST])
     nothing = [0] * len(result)
-    assert decode(values["anchor"], b"A", ["bf16"], [nothing]) == ([result], [PLANES])
+    assert decode(anchor, b"A", ["bf16"], [nothing]) == ([result], [PLANES])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_the_run_ends_well_through_a_crash_and_a_lost_learner(seed):
     assert summary["steps"] == first_light.SETTINGS.run.steps
     assert summary["generation"] == 1, "the learner died once"
     counts = summary["trajectories"]
-    assert counts["balances"] and counts["recount_agrees"]
+    assert counts["balances"]
+    assert counts["recount_agrees"]
     assert counts["trained"] == summary["steps"] * first_light.SETTINGS.rollouts.batch
     assert counts["rejected"]["peer_gone"] > 0, "the crash took leases with it"
     assert counts["rejected"]["dead_generation"] > 0, "the rollback took steps with it"

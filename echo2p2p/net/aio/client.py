@@ -4,7 +4,7 @@ The environment's proxies are ignored: links go to where the user said. Answers 
 what arrives compressed is not inflated.
 """
 
-# ruff: noqa: TID251 - this package is where asyncio and aiohttp live
+
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Refused before it costs memory: bodies longer than their route allows, more bodi
 arrives compressed is not inflated.
 """
 
-# ruff: noqa: TID251 - this package is where asyncio and aiohttp live
+
 
 from __future__ import annotations
 

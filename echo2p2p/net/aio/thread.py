@@ -1,6 +1,6 @@
 """The loop's thread, and how a trio task waits for a coroutine that runs there."""
 
-# ruff: noqa: TID251 - this package is where asyncio and aiohttp live
+
 
 from __future__ import annotations
 

@@ -1,0 +1,87 @@
+"""One uplink, many links: which chunk is sent next, and to how many at a time.
+
+The fewer links are sent chunks at the same time, the sooner each chunk is whole at the other end
+and can be passed on; and the shorter is the way of the announcements that stand behind them. So a
+few links take turns, each with one chunk. A link that takes much longer over a chunk than the
+uplink would need is held up by its receiver; it goes on beside the others and does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from echo2p2p.broadcast.outbox import Key, Outbox
+from echo2p2p.broadcast.rates import BusyRate
+from echo2p2p.broadcast.settings import SwarmSettings
+from echo2p2p.ids import PeerId
+
+
+class Uploads:
+    """The outboxes of all links of a node."""
+
+    def __init__(self, settings: SwarmSettings) -> None:
+        self._settings = settings
+        self._outboxes: OrderedDict[PeerId, Outbox] = OrderedDict()
+        self._begun: dict[tuple[PeerId, Key], tuple[float, int]] = {}
+        self._rate = BusyRate()
+        self.unblock_s = math.inf
+        """When `may_start`, which has said no, may say yes though nothing was finished."""
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Measured rate of the uplink."""
+        return self._rate.bytes_per_s
+
+    def open(self, link: PeerId) -> None:
+        """A link is there."""
+        settings = self._settings
+        self._outboxes[link] = Outbox(settings.send_window_chunks, settings.queue_chunks_max)
+
+    def close(self, link: PeerId, now: float) -> None:
+        """A link is gone, with all that waited for it."""
+        del self._outboxes[link]
+        for key in [key for key in self._begun if key[0] == link]:
+            del self._begun[key]
+        if not self._begun:
+            self._rate.stop(now)
+
+    def to(self, link: PeerId) -> Outbox:
+        """Return a link's queue."""
+        return self._outboxes[link]
+
+    def in_turn(self) -> Iterator[tuple[PeerId, Outbox]]:
+        """Yield the links, those first that were sent nothing for longest."""
+        yield from list(self._outboxes.items())
+
+    def may_start(self, now: float) -> bool:
+        """Return whether another chunk may be begun."""
+        self.unblock_s = math.inf
+        if len(self._begun) < self._settings.uploads_max:
+            return True
+        slow_s = self._settings.upload_slow_s
+        rate = self._rate.bytes_per_s
+        if rate:
+            longest = max(size for _, size in self._begun.values())
+            slow_s = max(slow_s, 1.5 * self._settings.uploads_max * longest / rate)
+        fresh = [begun_s for begun_s, _ in self._begun.values() if now < begun_s + slow_s]
+        if len(fresh) < self._settings.uploads_max:
+            return True
+        self.unblock_s = min(fresh) + slow_s
+        return False
+
+    def started(self, link: PeerId, key: Key, size: int, now: float) -> None:
+        """A chunk was taken from the link's queue and is being sent."""
+        self._begun[link, key] = (now, size)
+        self._outboxes.move_to_end(link)
+        self._rate.start(now)
+
+    def finished(self, link: PeerId, key: Key, now: float, *, sent: bool) -> None:
+        """The writer is through with a chunk."""
+        self._outboxes[link].written(key, now)
+        _, size = self._begun.pop((link, key), (now, 0))
+        if sent:
+            self._rate.add(size, now)
+        if not self._begun:
+            self._rate.stop(now)
