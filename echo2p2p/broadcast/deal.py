@@ -7,9 +7,11 @@ rates. A relay is measured by the announcements of others: whoever announces a c
 to it got it, directly or not, through its uplink. So a slow or congested relay loses share at
 once, and a silent one keeps next to none.
 
-A chunk that no second peer announced in time, or whose relay left, is dealt to another. Requests
-are served when nobody else can, when the requester insists, or while the source's own uplink has
-copies to spare: S* = u_s T* / F of them (DESIGN.md §5; T* is the fluid bound).
+A chunk that no second peer announced in time, or whose relay left, is dealt to another. When all
+relays are behind, the source makes copies in their stead, so that a fast source helps slow relays
+as far as they need it. Requests are served when nobody else can, when the relay in charge is
+behind, or when the requester insists. (The design's budget, S* = u_s T* / F copies, is not used:
+it needs all uplinks, and a relay with little to do measures slow.)
 """
 
 from __future__ import annotations
@@ -129,9 +131,6 @@ class Dealer:
         self._promised: dict[int, tuple[PeerId, float]] = {}
         self._refused: set[tuple[PeerId, int]] = set()
         self._next_check_s = float("inf")
-        self._sent = ChunkSet(count)
-        self._extra = 0
-        """Copies sent beyond the first of each chunk."""
         self.redealt = 0
 
     # --- relays come and go -------------------------------------------------------------------
@@ -187,7 +186,7 @@ class Dealer:
             What to send now, recorded as dealt; ``None`` if there is nothing to deal, or nobody
             to whom it should go yet.
         """
-        ready = [relay for relay in candidates if not self._is_behind(relay)]
+        ready = [relay for relay in candidates if not self._is_full(relay)]
         if not ready:
             return None
         for _ in range(min(len(self._undealt), LOOK_AHEAD_CHUNKS)):
@@ -222,12 +221,7 @@ class Dealer:
         others announce; and only of chunks that the relay itself must have announced meanwhile,
         lest the receiver take the copy for a deal. Arguments and result are as those of `deal`.
         """
-        behind = [
-            relay
-            for relay in self._relays
-            if self._rates.of(relay).bytes_per_s is not None
-            and self._backlog_s(relay) > self._backlog_max_s
-        ]
+        behind = [relay for relay in self._relays if self._is_late(relay)]
         if self._undealt and len(behind) < len(self._relays):
             return None
         for relay in sorted(behind, key=self._backlog_s, reverse=True):
@@ -246,10 +240,15 @@ class Dealer:
         deal.spread = True
         self._paid(index, deal, now)
 
-    def _is_behind(self, relay: PeerId) -> bool:
+    def _is_late(self, relay: PeerId) -> bool:
+        """Return whether the relay is measured, and known to have too much to do."""
         measured = self._rates.of(relay).bytes_per_s is not None
-        if not measured and len(self._relays[relay].deals) >= UNMEASURED_DEALS_MAX:
-            return True
+        return measured and self._backlog_s(relay) > self._backlog_max_s
+
+    def _is_full(self, relay: PeerId) -> bool:
+        """Return whether the relay should be dealt nothing for now."""
+        if self._rates.of(relay).bytes_per_s is None:
+            return len(self._relays[relay].deals) >= UNMEASURED_DEALS_MAX
         return self._backlog_s(relay) > self._backlog_max_s
 
     def _backlog_s(self, relay: PeerId) -> float:
@@ -264,7 +263,6 @@ class Dealer:
 
     def sent(self, relay: PeerId, index: int, now: float) -> None:
         """A copy has left, dealt or asked for."""
-        self._extra += not self._sent.add(index)
         deal = self._deals.get(index)
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
@@ -338,14 +336,11 @@ class Dealer:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def may_serve(self, peer: PeerId, index: int, source_rate: float | None, now: float) -> bool:
+    def may_serve(self, peer: PeerId, index: int, now: float) -> bool:
         """Decide on a request; remembers a refusal, so that an insisting peer is served.
 
-        Args:
-            peer: Who asks.
-            index: What for.
-            source_rate: The source's own uplink in bytes per second, if measured.
-            now: Seconds.
+        Refused is what the peer can, or will soon be able to, have from another, unless the relay
+        that was dealt it is behind.
         """
         state = self._relays.get(peer)
         own = 1 if state and index in state.announced else 0
@@ -356,18 +351,11 @@ class Dealer:
             or (deal is not None and deal.relay != peer)
             or (promised_to != peer and now - promised_s < PROMISE_S)
         )
-        spare = self._extra < (self.copies_wanted(source_rate) - 1) * self._count
+        late = deal is not None and self._is_late(deal.relay)
         insists = (peer, index) in self._refused
-        if not elsewhere or spare or insists or len(self._refused) >= REFUSALS_MAX:
+        if not elsewhere or late or insists or len(self._refused) >= REFUSALS_MAX:
             self._refused.discard((peer, index))
             self._promised[index] = (peer, now)
             return True
         self._refused.add((peer, index))
         return False
-
-    def copies_wanted(self, source_rate: float | None) -> float:
-        """Return S*, how often the source should send the payload in all; 1 if not measured."""
-        if source_rate is None or self._rates.mean() is None or not self._relays:
-            return 1.0
-        uplinks = sum(self._rates.estimate(relay) for relay in self._relays)
-        return max(1.0, len(self._relays) * source_rate / (source_rate + uplinks))

@@ -453,7 +453,7 @@ class Swarm:
         if index not in transfer.held:
             return "not_held"
         dealer = transfer.dealer
-        if dealer and not dealer.may_serve(link, index, self._uploads.bytes_per_s, now):
+        if dealer and not dealer.may_serve(link, index, now):
             return "busy"
         return None
 

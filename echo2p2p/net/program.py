@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Final
 
 import trio
@@ -34,28 +34,29 @@ def run_program(main: Callable[[], Awaitable[int]]) -> int:
     code = FAILED
 
     async def supervised() -> None:
-        nonlocal code
-        async with trio.open_nursery() as nursery:
+        work = trio.CancelScope()
 
-            async def watch(*, task_status: trio.TaskStatus[None]) -> None:
-                nonlocal code
-                with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                    task_status.started()
-                    async for _ in signals:
-                        if code == INTERRUPTED:
-                            os._exit(INTERRUPTED)
-                        code = INTERRUPTED
-                        nursery.cancel_scope.cancel()
+        async def watch(signals: AsyncIterator[int]) -> None:
+            nonlocal code
+            async for _ in signals:
+                if code == INTERRUPTED:
+                    os._exit(INTERRUPTED)
+                code = INTERRUPTED
+                work.cancel()
 
-            async def body() -> None:
-                nonlocal code
-                result = await main()
-                if code != INTERRUPTED:
-                    code = result
+        # Outside of what the first signal cancels, so that a second one is heard during clean-up.
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch, signals)
+                with work:
+                    await body()
                 nursery.cancel_scope.cancel()
 
-            await nursery.start(watch)
-            await body()
+    async def body() -> None:
+        nonlocal code
+        result = await main()
+        if code != INTERRUPTED:
+            code = result
 
     try:
         trio.run(supervised, strict_exception_groups=True)

@@ -83,12 +83,12 @@ class Processes:
         Raises:
             TimeoutError: With the end of each log.
         """
-        end_s = time.monotonic() + timeout_s  # noqa: TID251 see above
+        end_s = time.monotonic() + timeout_s
         while not condition():
-            if time.monotonic() > end_s:  # noqa: TID251 see above
+            if time.monotonic() > end_s:
                 tails = {p.name: p.read_text(errors="replace")[-1500:] for p in self._logs()}
                 raise TimeoutError(f"{what} did not happen within {timeout_s} s: {tails}")
-            time.sleep(POLL_S)  # noqa: TID251 see above
+            time.sleep(POLL_S)
 
     def _logs(self) -> list[Path]:
         return sorted(self.folder.glob("**/*.log"))
