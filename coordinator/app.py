@@ -19,7 +19,7 @@ from coordinator.api import Api, Secrets
 from coordinator.book import Book
 from coordinator.config import Settings
 from coordinator.intake import Intake
-from coordinator.learner.base import Learner, LearnerSetup, WarmStart
+from coordinator.learner.base import Learner, LearnerSetup, Progress, WarmStart
 from coordinator.leases import LeaseDesk
 from coordinator.membership import Membership
 from coordinator.publish import Publisher
@@ -112,6 +112,7 @@ class CoordinatorApp:
         tls: Whether HTTP is TLS; the caller has resolved ``auto``.
         on_opened: Called once, when the server listens.
         on_step: Called after each step.
+        on_start: Called while a learner starts, which may take minutes.
     """
 
     def __init__(
@@ -122,12 +123,14 @@ class CoordinatorApp:
         tls: bool,
         on_opened: Callable[[Opened], None] = lambda _: None,
         on_step: Callable[[StepView], None] = lambda _: None,
+        on_start: Progress = lambda _phase, _figures: None,
     ) -> None:
         self._settings = settings
         self._ports = ports
         self._tls = tls
         self._on_opened = on_opened
         self._on_step = on_step
+        self._on_start = on_start
         self._stopping = trio.Event()
         self._progress = report.Progress(began_s=ports.clock.time())
         self._opened_book: Book | None = None
@@ -356,6 +359,7 @@ class CoordinatorApp:
             journal=ports.journal,
             record=self._record,
             on_rolled_back=self._on_rolled_back,
+            on_start=self._on_start,
             on_layout=self._take_up,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -79,13 +80,31 @@ async def run(settings: Settings) -> int:
                 metrics.flush()
                 print(progress_line(view), flush=True)
 
-            app = CoordinatorApp(settings, ports, tls=use_tls, on_opened=opened, on_step=stepped)
+            def starting(phase: str, figures: Mapping[str, float]) -> None:
+                print(start_line(phase, figures, settings), flush=True)
+
+            app = CoordinatorApp(
+                settings,
+                ports,
+                tls=use_tls,
+                on_opened=opened,
+                on_step=stepped,
+                on_start=starting,
+            )
             summary = await app.run()
     write_json(folder / "summary.json", summary)
     trained = await trio.to_thread.run_sync(export_trained, folder)
     print(f"trained model in {trained}")
     print(f"summary in {folder / 'summary.json'}")
     return OK
+
+
+def start_line(phase: str, figures: Mapping[str, float], settings: Settings) -> str:
+    """Return the progress of a starting learner for a person."""
+    if phase == "warm_start":
+        steps = settings.learner.warm_start.steps
+        return f"warm start {figures['step']:>3.0f}/{steps}  loss {figures['loss']:.3f}"
+    return f"learner: {phase}"
 
 
 def progress_line(view: StepView) -> str:

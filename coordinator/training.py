@@ -20,7 +20,7 @@ import trio
 from coordinator.book import Book
 from coordinator.config import Settings
 from coordinator.intake import Intake
-from coordinator.learner.base import Learner, LearnerSetup, TrainBatch, TrainSample
+from coordinator.learner.base import Learner, LearnerSetup, Progress, TrainBatch, TrainSample
 from coordinator.publish import Publisher
 from coordinator.run_state import RunState
 from echo2p2p.errors import ChildError
@@ -89,6 +89,7 @@ class Trainer:
         on_layout: Called once a process, when the first learner has told its layout: rebuilds
             what the store knows.
         on_rolled_back: Called with the step to which a restart has brought the run.
+        on_start: Called with the progress of a learner that starts.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Trainer:
         record: Callable[[StepRecord], None],
         on_layout: Callable[[LayoutTable], Awaitable[None]],
         on_rolled_back: Callable[[Step], None],
+        on_start: Progress,
     ) -> None:
         self._settings = settings
         self._setup = setup
@@ -123,6 +125,7 @@ class Trainer:
         self._record = record
         self._on_layout = on_layout
         self._on_rolled_back = on_rolled_back
+        self._on_start = on_start
         self._publishing = trio.Lock()
         self._export: SharedState | None = None
         self._lives = 0
@@ -192,6 +195,7 @@ class Trainer:
 
     def _on_progress(self, phase: str, figures: Mapping[str, float]) -> None:
         self._journal.event(f"learner.{phase}", **figures)
+        self._on_start(phase, figures)
 
     async def _roll_back(self, step: Step) -> None:
         generation = Generation(self._state.generation + 1)

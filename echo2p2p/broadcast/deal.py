@@ -37,6 +37,9 @@ UNMEASURED_DEALS_MAX: Final = 16
 SAMPLE_BUSY_S: Final = 0.5
 """Longer than announcements come in bursts."""
 
+DEALS_AT_WORK: Final = 2
+"""A relay's oldest chunks, which it is passing on: never too many, and left to it."""
+
 REDEAL_MIN_S: Final = 1.0
 POLL_S: Final = 0.25
 LOOK_AHEAD_CHUNKS: Final = 32
@@ -225,7 +228,7 @@ class Dealer:
         if self._undealt and len(behind) < len(self._relays):
             return None
         for relay in sorted(behind, key=self._backlog_s, reverse=True):
-            for index in reversed(self._relays[relay].deals):
+            for index in list(self._relays[relay].deals)[: DEALS_AT_WORK - 1 : -1]:
                 sent_s = self._deals[index].sent_s
                 if sent_s is None or now - sent_s < HELP_AGE_S:
                     continue
@@ -243,13 +246,17 @@ class Dealer:
     def _is_late(self, relay: PeerId) -> bool:
         """Return whether the relay is measured, and known to have too much to do."""
         measured = self._rates.of(relay).bytes_per_s is not None
-        return measured and self._backlog_s(relay) > self._backlog_max_s
+        return measured and self._has_too_much(relay)
 
     def _is_full(self, relay: PeerId) -> bool:
         """Return whether the relay should be dealt nothing for now."""
         if self._rates.of(relay).bytes_per_s is None:
             return len(self._relays[relay].deals) >= UNMEASURED_DEALS_MAX
-        return self._backlog_s(relay) > self._backlog_max_s
+        return self._has_too_much(relay)
+
+    def _has_too_much(self, relay: PeerId) -> bool:
+        many = len(self._relays[relay].deals) > DEALS_AT_WORK
+        return many and self._backlog_s(relay) > self._backlog_max_s
 
     def _backlog_s(self, relay: PeerId) -> float:
         return self._relays[relay].owed * self._chunk_bytes / self._rates.estimate(relay)
@@ -263,6 +270,8 @@ class Dealer:
 
     def sent(self, relay: PeerId, index: int, now: float) -> None:
         """A copy has left, dealt or asked for."""
+        if index in self._promised:
+            self._promised[index] = (relay, now)
         deal = self._deals.get(index)
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
@@ -346,13 +355,11 @@ class Dealer:
         own = 1 if state and index in state.announced else 0
         deal = self._deals.get(index)
         promised_to, promised_s = self._promised.get(index, (peer, now))
-        elsewhere = (
-            self._announced[index] > own
-            or (deal is not None and deal.relay != peer)
-            or (promised_to != peer and now - promised_s < PROMISE_S)
-        )
+        promised = promised_to != peer and now - promised_s < PROMISE_S
+        dealt = deal is not None and deal.relay != peer
+        elsewhere = self._announced[index] > own or dealt or promised
         late = deal is not None and self._is_late(deal.relay)
-        insists = (peer, index) in self._refused
+        insists = (peer, index) in self._refused and not promised
         if not elsewhere or late or insists or len(self._refused) >= REFUSALS_MAX:
             self._refused.discard((peer, index))
             self._promised[index] = (peer, now)

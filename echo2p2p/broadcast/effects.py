@@ -1,4 +1,4 @@
-"""What the broadcast core wants done, as values; the shell performs them in order.
+"""What the broadcast core wants done, as values; the shell performs them in order. And counters.
 
 A link is named by the peer at its other end: there is at most one between two peers.
 """
@@ -85,3 +85,17 @@ class CloseLink:
 Effect = (
     SendOffer | SendWant | SendHave | SendRequest | SendChunk | SendReject | SendCancel | CloseLink
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmStatistics:
+    """Counters since the start."""
+
+    duplicate_bytes: int
+    """Received though held, or though on its way to being verified."""
+    unknown_bytes: int
+    """Received of payloads that are not followed."""
+    chunks_pushed: int
+    """Queued unasked."""
+    chunks_requested: int
+    chunks_redealt: int

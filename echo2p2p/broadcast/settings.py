@@ -74,6 +74,3 @@ class SwarmSettings:
 
     backlog_max_s: float = 1.5
     """A relay that needs longer than this to pass on what it was dealt is dealt nothing more."""
-
-    wants_early_max: int = 128
-    """Wants of transfers that we do not know yet, remembered for one link."""

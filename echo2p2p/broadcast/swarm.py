@@ -17,7 +17,6 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
@@ -32,38 +31,18 @@ from echo2p2p.broadcast.effects import (
     SendReject,
     SendRequest,
     SendWant,
+    SwarmStatistics,
 )
 from echo2p2p.broadcast.outbox import Key
 from echo2p2p.broadcast.picker import Pick, Picker
-from echo2p2p.broadcast.settings import HAVE_INDICES_MAX, MESH_NODES_MAX, SwarmSettings
-from echo2p2p.broadcast.transfer import Origin, Transfer
+from echo2p2p.broadcast.settings import MESH_NODES_MAX, SwarmSettings
+from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, remember
 from echo2p2p.broadcast.uploads import Uploads
 from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
 
 CROSSING_S: Final = 1.0
 """A request for a chunk that left us so recently has crossed it on the way."""
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmStatistics:
-    """Counters since the start."""
-
-    duplicate_bytes: int
-    """Received though held, or though on its way to being verified."""
-    unknown_bytes: int
-    """Received of payloads that are not followed."""
-    chunks_pushed: int
-    """Queued unasked."""
-    chunks_requested: int
-    chunks_redealt: int
-
-
-@dataclass(slots=True)
-class _Link:
-    is_source: bool
-    offers_early: dict[ManifestId, None] = field(default_factory=dict)
-    wants_early: dict[ManifestId, None] = field(default_factory=dict)
 
 
 class Swarm:
@@ -85,7 +64,7 @@ class Swarm:
         self._rng = rng
         self._settings = settings or SwarmSettings()
         self._planned: int | None = None
-        self._links: dict[PeerId, _Link] = {}
+        self._links: dict[PeerId, LinkState] = {}
         self._transfers: dict[ManifestId, Transfer] = {}
         self._picker = Picker(rng, self._settings)
         self._rates = RelayRates()
@@ -114,7 +93,7 @@ class Swarm:
     ) -> list[Effect]:
         """An authenticated link is there."""
         del now
-        self._links[link] = _Link(is_source)
+        self._links[link] = LinkState(is_source)
         self._uploads.open(link)
         self._picker.link_opened(link, is_source=is_source, rtt_s=rtt_s)
         for transfer in self._transfers.values():
@@ -126,9 +105,9 @@ class Swarm:
         del self._links[link]
         self._uploads.close(link, now)
         self._picker.link_closed(link)
-        self._rates.forget(link)
         for transfer in self._transfers.values():
             transfer.forget(link, now)
+        self._rates.forget(link)
         self._plan(now)
         self._pump(now)
         return self._take()
@@ -202,13 +181,13 @@ class Swarm:
         if transfer is not None:
             transfer.view(link).offered = True
         else:
-            self._remember(self._links[link].offers_early, manifest_id)
+            remember(self._links[link].offers_early, manifest_id)
 
     def receive_want(self, link: PeerId, manifest_id: ManifestId, now: float) -> list[Effect]:
         """The other side follows a payload."""
         transfer = self._transfers.get(manifest_id)
         if transfer is None:
-            self._remember(self._links[link].wants_early, manifest_id)
+            remember(self._links[link].wants_early, manifest_id)
         elif not transfer.view(link).wants:
             self._follower(transfer, link, now)
             self._pump(now)
@@ -400,11 +379,6 @@ class Swarm:
         effects, self._effects = self._effects, []
         return effects
 
-    def _remember(self, early: dict[ManifestId, None], manifest_id: ManifestId) -> None:
-        early[manifest_id] = None
-        if len(early) > self._settings.wants_early_max:
-            del early[next(iter(early))]
-
     def _introduce(self, transfer: Transfer, link: PeerId) -> None:
         """Make the payload known on a link, and ask to be told."""
         view = transfer.view(link)
@@ -430,13 +404,7 @@ class Swarm:
             self._uploads.to(link).queue((transfer.manifest_id, 0), live=True)
 
     def _announce(self, transfer: Transfer, link: PeerId, indices: Iterable[int]) -> None:
-        """Tell a follower what we hold; also what it holds itself, lest it push that to us."""
-        view = transfer.view(link)
-        if view.held.complete and not transfer.push and not self._links[link].is_source:
-            return
-        new = [index for index in indices if view.aware.add(index)]
-        for start in range(0, len(new), HAVE_INDICES_MAX):
-            part = tuple(new[start : start + HAVE_INDICES_MAX])
+        for part in transfer.news(link, indices, to_source=self._from_source(link)):
             self._effects.append(SendHave(link, transfer.manifest_id, part))
 
     def _flush(self) -> None:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import Dealer
+from echo2p2p.broadcast.settings import HAVE_INDICES_MAX
 from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
+
+EARLY_MAX: Final = 128
+"""Payloads that one link named and we do not know yet; the oldest is forgotten for another."""
+
+
+@dataclass(slots=True)
+class LinkState:
+    """What we know of a link, whatever the payload."""
+
+    is_source: bool
+    offers_early: dict[ManifestId, None] = field(default_factory=dict)
+    """Shown to us, not added yet."""
+    wants_early: dict[ManifestId, None] = field(default_factory=dict)
+    """Asked of us, not added yet."""
+
+
+def remember(early: dict[ManifestId, None], manifest_id: ManifestId) -> None:
+    """Add to a `LinkState`'s names of unknown payloads."""
+    early[manifest_id] = None
+    if len(early) > EARLY_MAX:
+        del early[next(iter(early))]
 
 
 @dataclass(slots=True)
@@ -76,6 +100,21 @@ class Transfer:
         self.followers.pop(link, None)
         if self.dealer:
             self.dealer.relay_left(link, now)
+
+    def news(
+        self, link: PeerId, indices: Iterable[int], *, to_source: bool
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield those of ``indices``, ascending, of which a follower is not aware; it is then.
+
+        Also what it holds itself, lest it push that to us; but a peer that holds all of a payload
+        that is never pushed has no use for it. The source has: it counts holders.
+        """
+        view = self.view(link)
+        if view.held.complete and not self.push and not to_source:
+            return
+        new = [index for index in indices if view.aware.add(index)]
+        for start in range(0, len(new), HAVE_INDICES_MAX):
+            yield tuple(new[start : start + HAVE_INDICES_MAX])
 
     def held_beside(self, index: int, link: PeerId) -> bool:
         """Return whether anybody but ``link`` has announced the chunk to us."""

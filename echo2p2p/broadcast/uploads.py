@@ -29,11 +29,6 @@ class Uploads:
         self.unblock_s = math.inf
         """When `may_start`, which has said no, may say yes though nothing was finished."""
 
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Measured rate of the uplink."""
-        return self._rate.bytes_per_s
-
     def open(self, link: PeerId) -> None:
         """A link is there."""
         settings = self._settings

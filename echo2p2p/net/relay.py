@@ -1,8 +1,8 @@
 """A node of the broadcast on the network: links, payloads, and the core between them.
 
-`RelayNode` keeps the links that the plan names, verifies every manifest and every chunk before
-anything else happens to it, feeds `echo2p2p.broadcast.swarm` and performs what it answers. The
-coordinator's own relay and every peer's are this class; they differ in who they are.
+`RelayNode` keeps the links that the plan names (`connections`), verifies every manifest and every
+chunk before anything else happens to it, feeds `echo2p2p.broadcast.swarm` and performs what it
+answers. The coordinator's own relay and every peer's are this class; they differ in who they are.
 
 A peer that breaks the protocol, or sends a chunk that does not match its digest, loses its link
 and a pause before it gets a new one. Failures of links, of whatever kind, end in the link's own
@@ -37,21 +37,19 @@ from echo2p2p.broadcast.settings import SwarmSettings
 from echo2p2p.broadcast.swarm import Swarm
 from echo2p2p.errors import (
     IntegrityError,
-    LinkError,
     LocalProtocolError,
     RemoteProtocolError,
     Violation,
 )
-from echo2p2p.ids import SOURCE, Incarnation, ManifestId, PeerId, manifest_id_of
-from echo2p2p.limits import NEIGHBOURS_MAX
-from echo2p2p.net.link import Link, LinkSettings, open_link
+from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
+from echo2p2p.net.connections import Connections, ConnectionSettings, LinkStatistics
+from echo2p2p.net.link import Link
 from echo2p2p.net.ports import Endpoint, Entropy, Journal, Streams
-from echo2p2p.net.redial import Backoff, RedialSettings
 from echo2p2p.weights.assembly import Added, Assembly, Early
 from echo2p2p.weights.manifest import check_header
 from echo2p2p.wire.arrays import from_tokens, to_tokens
 from echo2p2p.wire.frames import ChunkPayload
-from echo2p2p.wire.handshake import NONCE_BYTES, Self
+from echo2p2p.wire.handshake import Self
 from echo2p2p.wire.messages import (
     Address,
     Cancel,
@@ -67,11 +65,6 @@ from echo2p2p.wire.messages import (
 )
 from echo2p2p.wire.signing import open_record
 
-LINK_OPENED: Final = "link.opened"
-LINK_CLOSED: Final = "link.closed"
-LINK_REFUSED: Final = "link.refused"
-LINK_VIOLATED: Final = "link.violated"
-DIAL_FAILED: Final = "dial.retried"
 CHUNK_REJECTED: Final = "chunk.rejected"
 MANIFEST_REFUSED: Final = "manifest.refused"
 PAYLOAD_FOLLOWED: Final = "payload.followed"
@@ -83,23 +76,7 @@ class RelaySettings:
     """Tuning and bounds of one node."""
 
     swarm: SwarmSettings = field(default_factory=SwarmSettings)
-    link: LinkSettings = field(default_factory=LinkSettings)
-    redial: RedialSettings = field(default_factory=RedialSettings)
-    dial_timeout_s: float = 5.0
-    links_max: int = NEIGHBOURS_MAX
-    handshakes_max: int = 64
-    """Connections that may be busy proving who they are; more are closed at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkStatistics:
-    """One link that is up."""
-
-    peer_id: PeerId
-    rtt_s: float
-    sent_bytes: int
-    """Of chunk payload, as are all bytes here."""
-    received_bytes: int
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +85,7 @@ class RelayStatistics:
 
     links: tuple[LinkStatistics, ...]
     relayed_bytes: int
-    """Chunk payload sent, over links that are up and links that were."""
+    """Chunk payload, as are all bytes here: sent over links that are up and links that were."""
     received_bytes: int
     duplicate_bytes: int
     unknown_bytes: int
@@ -163,23 +140,24 @@ class RelayNode:
         rng: random.Random,
         settings: RelaySettings | None = None,
     ) -> None:
+        settings = settings or RelaySettings()
         self._self = Self(me, run_id, run_public_key, card, sign)
         self._streams = streams
         self._endpoint = endpoint
         self._dialable = endpoint is not None if dialable is None else dialable
         self._wants = wants
         self._journal = journal
-        self._entropy = entropy
-        self._rng = rng
-        self._settings = settings or RelaySettings()
-        self._swarm = Swarm(is_source=me == SOURCE, rng=rng, settings=self._settings.swarm)
+        self._swarm = Swarm(is_source=me == SOURCE, rng=rng, settings=settings.swarm)
+        self._connections = Connections(
+            me=self._self,
+            owner=self,
+            streams=streams,
+            nonce=entropy.secret,
+            rng=rng,
+            journal=journal,
+            settings=settings.connections,
+        )
         self._payloads: dict[ManifestId, _Payload] = {}
-        self._sessions: dict[PeerId, _Session] = {}
-        self._targets: dict[PeerId, Endpoint] = {}
-        self._diallers: dict[PeerId, trio.CancelScope] = {}
-        self._quarantined: dict[PeerId, float] = {}
-        self._handshakes = 0
-        self._nursery: trio.Nursery | None = None
         self._timer = trio.Event()
         self._timer_s = math.inf
         self._sent_bytes = self._received_bytes = 0
@@ -199,12 +177,10 @@ class RelayNode:
             listening = None
             if self._endpoint is not None:
                 listening = await stack.enter_async_context(
-                    self._streams.listen(self._endpoint, self.accept)
+                    self._streams.listen(self._endpoint, self._connections.accept)
                 )
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                for peer_id in self._targets:
-                    self._start_dialling(peer_id)
+                self._connections.start(nursery)
                 task_status.started(listening)
                 await self._keep_time()
 
@@ -227,12 +203,7 @@ class RelayNode:
         if source is not None and self._self.peer_id != SOURCE:
             targets[SOURCE] = Endpoint(source.host, source.port)
         self._swarm.set_neighbours_planned(count)
-        before, self._targets = self._targets, targets
-        for peer_id, endpoint in before.items():
-            if targets.get(peer_id) != endpoint and peer_id in self._diallers:
-                self._diallers.pop(peer_id).cancel()
-        for peer_id in targets:
-            self._start_dialling(peer_id)
+        self._connections.set_targets(targets)
 
     # --- payloads -----------------------------------------------------------------------------
 
@@ -319,7 +290,7 @@ class RelayNode:
         """Return the counters."""
         swarm = self._swarm.statistics()
         return RelayStatistics(
-            links=tuple(session.statistics() for session in self._sessions.values()),
+            links=tuple(self._connections.statistics()),
             relayed_bytes=self._sent_bytes,
             received_bytes=self._received_bytes,
             duplicate_bytes=swarm.duplicate_bytes,
@@ -392,118 +363,21 @@ class RelayNode:
         self._journal.event(
             CHUNK_REJECTED, source=source, manifest_id=manifest_id.hex(), detail=detail
         )
-        session = self._sessions.get(PeerId(source))
-        if session is not None:
-            session.link.fail(RemoteProtocolError(Violation.MALFORMED, "chunk of wrong bytes"))
-
-    # --- links --------------------------------------------------------------------------------
-
-    def _start_dialling(self, peer_id: PeerId) -> None:
-        if self._nursery is not None and peer_id not in self._diallers:
-            scope = self._diallers[peer_id] = trio.CancelScope()
-            self._nursery.start_soon(self._keep_link, peer_id, self._targets[peer_id], scope)
-
-    async def _keep_link(
-        self, peer_id: PeerId, endpoint: Endpoint, scope: trio.CancelScope
-    ) -> None:
-        """Dial, serve, wait, and again, until the plan changes."""
-        backoff = Backoff(self._settings.redial, self._rng)
-        with scope:
-            while True:
-                session = self._sessions.get(peer_id)
-                if session is not None:
-                    await session.ended.wait()
-                await trio.sleep_until(self._quarantined.get(peer_id, -math.inf))
-                lived_s = None
-                try:
-                    stream = await self._streams.dial(
-                        endpoint, timeout_s=self._settings.dial_timeout_s
-                    )
-                    lived_s = await self._serve(stream, peer_id)
-                except LinkError as error:
-                    self._journal.event(DIAL_FAILED, peer=peer_id, detail=str(error))
-                await trio.sleep(backoff.wait_s(lived_s=lived_s))
-
-    async def accept(self, stream: trio.abc.Stream) -> None:
-        """Serve a connection that somebody opened, to its end; more than we can take is closed."""
-        settings = self._settings
-        if len(self._sessions) < settings.links_max and self._handshakes < settings.handshakes_max:
-            await self._serve(stream, None)
-
-    async def _serve(self, stream: trio.abc.Stream, expected: PeerId | None) -> float | None:
-        """Run one connection from handshake to end; return how long it was a link, if ever."""
-        self._handshakes += 1
-        try:
-            link = await open_link(
-                stream,
-                self._self,
-                nonce=self._entropy.secret(NONCE_BYTES),
-                expected=expected,
-                settings=self._settings.link,
-            )
-        except (RemoteProtocolError, LinkError) as error:
-            self._journal.event(LINK_REFUSED, peer=expected or "", detail=str(error))
-            return None
-        finally:
-            self._handshakes -= 1
-        session = _Session(self, link)
-        refusal = self._register(session)
-        if refusal is not None:
-            link.close(refusal)
-        start_s = trio.current_time()
-        try:
-            await self._run_session(session)
-        finally:
-            self._unregister(session)
-        return trio.current_time() - start_s if refusal is None else None
-
-    async def _run_session(self, session: _Session) -> None:
-        peer_id = session.peer_id
-        try:
-            why = await session.link.run(session)
-        except LinkError as error:
-            why = str(error)
-        except RemoteProtocolError as error:
-            why = str(error)
-            redial = self._settings.redial
-            is_source = peer_id == SOURCE
-            pause_s = redial.quarantine_source_s if is_source else redial.quarantine_s
-            now = trio.current_time()
-            live = {peer: until for peer, until in self._quarantined.items() if until > now}
-            self._quarantined = live | {peer_id: now + pause_s}
-            self._journal.event(LINK_VIOLATED, peer=peer_id, violation=error.violation.value)
-        self._journal.event(LINK_CLOSED, peer=peer_id, detail=why)
-
-    def _register(self, session: _Session) -> str | None:
-        """Make a link part of the node; return why not, if not."""
-        now = trio.current_time()
-        peer_id = session.peer_id
-        old = self._sessions.get(peer_id)
-        if self._quarantined.get(peer_id, now) > now:
-            return "quarantined"
-        if old is not None and old.incarnation > session.incarnation:
-            return "a newer incarnation is linked"
-        if old is None and len(self._sessions) >= self._settings.links_max:
-            return "too many links"
-        if old is not None:
-            old.link.close("replaced by a newer link")
-            self._unregister(old)
-        self._sessions[peer_id] = session
-        self._journal.event(LINK_OPENED, peer=peer_id, rtt_s=session.link.rtt_s)
-        self._perform(
-            self._swarm.link_opened(
-                peer_id, is_source=peer_id == SOURCE, rtt_s=session.link.rtt_s, now=now
-            )
-        )
-        return None
-
-    def _unregister(self, session: _Session) -> None:
-        if self._sessions.get(session.peer_id) is session:
-            del self._sessions[session.peer_id]
-            self._perform(self._swarm.link_closed(session.peer_id, trio.current_time()))
-        session.ended.set()
+        link = self._connections.link(PeerId(source))
+        if link is not None:
+            link.fail(RemoteProtocolError(Violation.MALFORMED, "chunk of wrong bytes"))
 
     # --- what links bring ---------------------------------------------------------------------
+
+    def link_opened(self, peer_id: PeerId, rtt_s: float) -> None:
+        """A link may be sent to."""
+        now = trio.current_time()
+        is_source = peer_id == SOURCE
+        self._perform(self._swarm.link_opened(peer_id, is_source=is_source, rtt_s=rtt_s, now=now))
+
+    def link_closed(self, peer_id: PeerId) -> None:
+        """A link is gone."""
+        self._perform(self._swarm.link_closed(peer_id, trio.current_time()))
 
     def receive_frame(self, peer_id: PeerId, message: RelayFrame) -> None:
         """Feed one frame of a live link to the core.
@@ -582,9 +456,9 @@ class RelayNode:
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            session = self._sessions.get(effect.link)
-            if session is not None:
-                self._perform_one(session.link, effect)
+            link = self._connections.link(effect.link)
+            if link is not None:
+                self._perform_one(link, effect)
         if self._swarm.next_deadline() < self._timer_s:
             self._timer.set()
 
@@ -617,46 +491,3 @@ class RelayNode:
             now = trio.current_time()
             if now >= self._swarm.next_deadline():
                 self._perform(self._swarm.on_time(now))
-
-
-class _Session:
-    """One live link as the node's `LinkHandler`; deaf once it is unregistered."""
-
-    def __init__(self, node: RelayNode, link: Link) -> None:
-        self._node = node
-        self.link = link
-        self.ended = trio.Event()
-        self._sent_bytes = self._received_bytes = 0
-        self._writing: dict[tuple[ManifestId, int], int] = {}
-
-    @property
-    def peer_id(self) -> PeerId:
-        return self.link.peer.peer_id
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self.link.peer.incarnation
-
-    def statistics(self) -> LinkStatistics:
-        return LinkStatistics(self.peer_id, self.link.rtt_s, self._sent_bytes, self._received_bytes)
-
-    def frame(self, message: RelayFrame) -> None:
-        if not self.ended.is_set():
-            self._node.receive_frame(self.peer_id, message)
-
-    def chunk(self, payload: ChunkPayload) -> None:
-        if not self.ended.is_set():
-            self._received_bytes += len(payload.data)
-            self._node.receive_chunk(self.peer_id, payload)
-
-    def read_chunk(self, manifest_id: ManifestId, index: int) -> memoryview | None:
-        data = None if self.ended.is_set() else self._node.read_chunk(manifest_id, index)
-        if data is not None:
-            self._writing[manifest_id, index] = len(data)
-        return data
-
-    def chunk_sent(self, manifest_id: ManifestId, index: int, *, sent: bool) -> None:
-        size = self._writing.pop((manifest_id, index), None)
-        if not self.ended.is_set():
-            self._sent_bytes += size or 0
-            self._node.sent_chunk(self.peer_id, manifest_id, index, size=size if sent else None)
