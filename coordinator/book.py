@@ -292,6 +292,17 @@ class Book:
 
         return await self._store.transact(work)
 
+    async def delta_sizes(self) -> list[int]:
+        """Return the wire bytes of every delta ever published, retained or not."""
+
+        def work(rows: Rows) -> list[int]:
+            found = rows.execute(
+                "SELECT wire_bytes FROM payloads WHERE base_version IS NOT NULL ORDER BY version"
+            ).fetchall()
+            return [cast("int", row[0]) for row in found]
+
+        return await self._store.transact(work)
+
     async def forget_payloads(self, manifest_ids: Iterable[bytes]) -> None:
         """Mark payloads as no longer retained; their blobs may then be deleted."""
         ids = list(manifest_ids)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -106,7 +107,7 @@ class Publisher:
         self._since_anchor_bytes = 0
         self._anchor_bytes = 0
         self._delta_bytes: list[int] = []
-        self._source_bytes_before = 0
+        self._source_bytes_before = (0, 0)
 
     @property
     def layout(self) -> Layout:
@@ -115,9 +116,11 @@ class Publisher:
         return self._layout
 
     @property
-    def source_bytes(self) -> int:
-        """Chunk bytes that this relay has sent, in earlier lives too (to the last version)."""
-        return self._source_bytes_before + self._relay.statistics().relayed_bytes
+    def source_bytes(self) -> tuple[int, int]:
+        """Chunk bytes that this relay has sent, and those of deltas alone; earlier lives too."""
+        now = self._relay.statistics()
+        before = self._source_bytes_before
+        return before[0] + now.relayed_bytes, before[1] + now.relayed_delta_bytes
 
     async def load(self, layout: Layout) -> None:
         """Take the learner's layout, and rebuild the published bits if there are any.
@@ -127,7 +130,9 @@ class Publisher:
         """
         self._layout = layout
         self._chain_id = layout.digest.hex()[:16]
-        self._source_bytes_before = int(await self._book.get("source_bytes") or 0)
+        stored = await self._book.get("source_bytes")
+        if stored is not None:
+            self._source_bytes_before = msgspec.json.decode(stored, type=tuple[int, int])
         for row in await self._book.versions():
             self._state.add_version(row.version, row.step, dead=row.dead)
         for payload in await self._book.payloads():
@@ -140,6 +145,7 @@ class Publisher:
             self._links[link.manifest_id] = link
             self._signed[link.manifest_id] = payload.signed
             self._count(link)
+        self._delta_bytes = await self._book.delta_sizes()
         if self._state.latest is not None:
             await self._rebuild(self._state.latest)
             self._journal.event(VERSIONS_RESTORED, latest=self._state.latest)
@@ -213,7 +219,7 @@ class Publisher:
             self._bits, self._digest = bits, digest
             self._state.add_version(version, step)
         await self._retain()
-        await self._book.put("source_bytes", str(self.source_bytes).encode())
+        await self._book.put("source_bytes", msgspec.json.encode(self.source_bytes))
         sizes = {s is None: n for s, n in self._sizes(version)}
         published = Published(
             version=version,

@@ -79,14 +79,24 @@ def trajectories(balance: Balance, recount: Balance) -> dict[str, object]:
     return asdict(balance) | {"balances": balance.balances, "recount_agrees": balance == recount}
 
 
-def weights(sizes: WeightBytes, *, source_bytes: int, peer_bytes: int) -> dict[str, object]:
-    """Return the weights part of a summary; all in bytes of chunks on the wire."""
+def weights(
+    sizes: WeightBytes, *, source_bytes: tuple[int, int], peer_bytes: int
+) -> dict[str, object]:
+    """Return the weights part of a summary; all in bytes of chunks on the wire.
+
+    Args:
+        sizes: Of what was published.
+        source_bytes: Sent by the coordinator's relay: in all, and of deltas.
+        peer_bytes: Sent by peers, by their own account.
+    """
+    delta_bytes = sum(sizes.delta_bytes)
     return {
         "state_bytes": sizes.state_bytes,
         "anchor_bytes": sizes.anchor_bytes,
         "delta_bytes_mean": sizes.delta_bytes_mean,
         "ratio_mean": sizes.ratio_mean,
-        "source_bytes": source_bytes,
+        "source_bytes": source_bytes[0],
+        "source_copies": source_bytes[1] / delta_bytes if delta_bytes else None,
         "peer_bytes": peer_bytes,
     }
 

@@ -177,7 +177,8 @@ def summary_text(summary: dict[str, Any], folder: Path) -> str:
         f"{100 * summary['learner_idle_share']:.0f} % of it",
         f"weights  {summary['versions_published']} versions; a delta is "
         f"{sizes['delta_bytes_mean'] / 1000:.0f} kB, 1/{sizes['ratio_mean']:.2f} of the model; "
-        f"source sent {sizes['source_bytes'] / 1e6:.1f} MB, "
+        f"source sent each {sizes['source_copies']:.2f} times, "
+        f"{sizes['source_bytes'] / 1e6:.1f} MB in all, "
         f"peers {sizes['peer_bytes'] / 1e6:.1f} MB",
         f"samples  {counts['issued']} issued, {counts['trained']} trained, rejected: {rejected}; "
         f"ledger {'balances' if counts['balances'] and counts['recount_agrees'] else 'BROKEN'}",

@@ -337,7 +337,7 @@ class Dealer:
             self._settle(index, deal)
             self._tried.setdefault(index, set()).add(deal.relay)
             if not deal.spread:
-                self._rates.of(deal.relay).penalise()
+                self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
                 self._undealt.appendleft(index)
                 self.redealt += 1
         waiting = any(deal.sent_s is not None for deal in self._deals.values())

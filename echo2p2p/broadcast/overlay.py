@@ -127,12 +127,13 @@ def _draw(graph: _Graph, members: Sequence[Member], degree: int, rng: random.Ran
 
 def _connect(graph: _Graph, members: Sequence[Member], rng: random.Random) -> None:
     """Join parts that the draws left apart, as far as a dialable member allows."""
-    parts = graph.parts()
-    for part in parts[1:]:
+    dialable = {member.peer_id for member in members if member.dialable}
+    main, *others = sorted(graph.parts(), key=dialable.isdisjoint)
+    for part in others:
         ones = [member for member in members if member.peer_id in part]
-        others = [member for member in members if member.peer_id in parts[0]]
+        ends = [member for member in members if member.peer_id in main]
         one = rng.choice([member for member in ones if member.dialable] or ones)
         if not one.dialable:
-            others = [member for member in others if member.dialable]
-        if others and graph.link(one, rng.choice(others)):
-            parts[0] |= part
+            ends = [member for member in ends if member.dialable]
+        if ends and graph.link(one, rng.choice(ends)):
+            main |= part

@@ -407,7 +407,7 @@ class Picker:
     def _missed(self, state: _Link, now: float) -> bool:
         """Count a miss; return whether the link should be given up."""
         state.misses += 1
-        state.rate.penalise()
+        state.rate.penalise(RATE_ASSUMED_BYTES_PER_S)
         if state.misses > 1:
             state.snubbed_until_s = now + self._settings.snub_s
         return state.misses >= self._settings.misses_max and not state.is_source

@@ -64,7 +64,8 @@ class BusyRate:
             self._samples.append(self._bytes / self._busy_s)
             self._bytes, self._busy_s = 0, 0.0
 
-    def penalise(self) -> None:
-        """Work was not done in time: halve the estimate, if there is one."""
-        halves = [sample / 2 for sample in self._samples]
-        self._samples = deque(halves, maxlen=SAMPLES)
+    def penalise(self, assumed: float) -> None:
+        """Work was not done in time: halve the estimate, or what was assumed instead of one."""
+        rate = self.bytes_per_s
+        half = (assumed if rate is None else rate) / 2
+        self._samples = deque([half] * SAMPLES, maxlen=SAMPLES)

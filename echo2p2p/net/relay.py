@@ -86,6 +86,8 @@ class RelayStatistics:
     links: tuple[LinkStatistics, ...]
     relayed_bytes: int
     """Chunk payload, as are all bytes here: sent over links that are up and links that were."""
+    relayed_delta_bytes: int
+    """The part of it that belongs to deltas."""
     received_bytes: int
     duplicate_bytes: int
     unknown_bytes: int
@@ -160,7 +162,7 @@ class RelayNode:
         self._payloads: dict[ManifestId, _Payload] = {}
         self._timer = trio.Event()
         self._timer_s = math.inf
-        self._sent_bytes = self._received_bytes = 0
+        self._sent_bytes = self._sent_delta_bytes = self._received_bytes = 0
         self._bad_chunks: Counter[str] = Counter()
 
     # --- life ---------------------------------------------------------------------------------
@@ -183,6 +185,10 @@ class RelayNode:
                 self._connections.start(nursery)
                 task_status.started(listening)
                 await self._keep_time()
+
+    async def accept(self, stream: trio.abc.Stream) -> None:
+        """Serve a connection that the caller has accepted, to its end."""
+        await self._connections.accept(stream)
 
     def set_neighbours(self, neighbours: Iterable[Neighbour], source: Address | None) -> None:
         """Keep these links from now on, and no other that we dialled.
@@ -292,6 +298,7 @@ class RelayNode:
         return RelayStatistics(
             links=tuple(self._connections.statistics()),
             relayed_bytes=self._sent_bytes,
+            relayed_delta_bytes=self._sent_delta_bytes,
             received_bytes=self._received_bytes,
             duplicate_bytes=swarm.duplicate_bytes,
             unknown_bytes=swarm.unknown_bytes,
@@ -448,6 +455,9 @@ class RelayNode:
     ) -> None:
         """Count a chunk that left (``size`` bytes), or was skipped."""
         self._sent_bytes += size or 0
+        payload = self._payloads.get(manifest_id)
+        if payload is not None and payload.header.base_version is not None:
+            self._sent_delta_bytes += size or 0
         now = trio.current_time()
         sent = size is not None
         self._perform(self._swarm.chunk_sent(peer_id, manifest_id, index, now, sent=sent))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import trio
 
-from coordinator.book import Book
 from coordinator.intake import OUTCOMES_MAX
 from coordinator.membership import Member
 from coordinator.task_port import Done, Failed, Next, TaskInfo, TaskSetup, Turn

@@ -4,8 +4,6 @@ The environment's proxies are ignored: links go to where the user said. Answers 
 what arrives compressed is not inflated.
 """
 
-
-
 from __future__ import annotations
 
 import asyncio

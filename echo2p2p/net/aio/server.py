@@ -5,8 +5,6 @@ Refused before it costs memory: bodies longer than their route allows, more bodi
 arrives compressed is not inflated.
 """
 
-
-
 from __future__ import annotations
 
 import asyncio

@@ -1,7 +1,5 @@
 """The loop's thread, and how a trio task waits for a coroutine that runs there."""
 
-
-
 from __future__ import annotations
 
 import asyncio

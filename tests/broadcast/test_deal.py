@@ -1,0 +1,191 @@
+import pytest
+
+from echo2p2p.broadcast.chunk_sets import ChunkSet
+from echo2p2p.broadcast.deal import REDEAL_MIN_S, Dealer, RelayRates
+from echo2p2p.ids import PeerId
+
+CHUNK = 10_000
+RELAYS = [PeerId(name) for name in "abc"]
+
+
+class Deals:
+    """A dealer whose relays pass chunks on at given rates, one relay after the other's links."""
+
+    def __init__(self, count=401, relays=RELAYS, push=True):
+        self.rates = RelayRates()
+        self.dealer = Dealer(count, CHUNK, self.rates, push=push, backlog_max_s=1.5)
+        self.known = {relay: ChunkSet(count) for relay in relays}
+        self.dealt = {relay: [] for relay in relays}
+        self.queues = dict.fromkeys(relays, 0.0)
+        self.arrivals = []
+        for relay in relays:
+            self.dealer.relay_joined(relay)
+
+    def deal(self, now, fanout=None, candidates=None):
+        """Deal and send one chunk; return the relay and the chunk."""
+        choice = self.dealer.deal(candidates or list(self.known), self.known, fanout)
+        if choice is not None:
+            relay, index = choice
+            self.known[relay].add(index)
+            self.dealt[relay].append(index)
+            self.dealer.sent(relay, index, now)
+        return choice
+
+    def run(self, seconds, deals_per_s, rates):
+        """Deal steadily; each relay copies to the others at its rate, bytes per second."""
+        step, now, due = 0.01, 0.0, 0.0
+        while now < seconds:
+            now += step
+            for when, peer, index in [a for a in self.arrivals if a[0] <= now]:
+                self.arrivals.remove((when, peer, index))
+                self.dealer.announced(peer, index, now)
+            self.dealer.on_time(now)
+            due += deals_per_s * step
+            while due >= 1:
+                due -= 1
+                choice = self.deal(now)
+                if choice is None:
+                    break
+                relay, index = choice
+                for peer in self.known:
+                    if peer != relay and rates[relay]:
+                        start = max(now, self.queues[relay])
+                        self.queues[relay] = start + CHUNK / rates[relay]
+                        self.arrivals.append((self.queues[relay] + 0.1, peer, index))
+        return {relay: len(chunks) for relay, chunks in self.dealt.items()}
+
+
+def test_each_chunk_but_the_index_is_dealt_once_and_evenly():
+    deals = Deals(count=31)
+    chosen = [deals.deal(0.0) for _ in range(31)]
+    assert chosen[-1] is None
+    assert sorted(index for _, index in chosen[:-1]) == list(range(1, 31))
+    assert {len(chunks) for chunks in deals.dealt.values()} == {10}
+    assert deals.dealer.finished
+
+
+def test_shares_follow_measured_uplinks():
+    rates = dict(zip(RELAYS, (400_000, 400_000, 100_000), strict=True))
+    shares = Deals(count=4001).run(10.0, 40, rates)
+    assert shares["a"] == pytest.approx(shares["b"], rel=0.2)
+    assert shares["c"] < 0.45 * shares["a"]
+    assert sum(shares.values()) > 350
+
+
+def test_a_relay_that_slows_down_loses_share_at_once_and_a_silent_one_nearly_all():
+    rates = dict(zip(RELAYS, (400_000, 400_000, 0), strict=True))
+    deals = Deals(count=4001)
+    shares = deals.run(10.0, 40, rates)
+    assert shares["c"] < 0.15 * shares["a"]
+    assert len([index for index in deals.dealt["c"] if index > 200]) < 6
+    assert deals.dealer.redealt > 0
+    # what the silent relay was dealt early on was given to another
+    early = [index for index in deals.dealt["c"] if index < 40]
+    others = set(deals.dealt["a"]) | set(deals.dealt["b"])
+    assert early
+    assert set(early) <= others
+
+
+def test_a_chunk_without_a_second_holder_is_dealt_to_another():
+    deals = Deals(count=2)
+    first = deals.deal(0.0)
+    assert deals.deal(0.1) is None
+    deals.dealer.on_time(REDEAL_MIN_S - 0.1)
+    assert deals.deal(0.9) is None
+    deals.dealer.on_time(10.0)
+    second = deals.deal(10.0)
+    assert second[1] == first[1] == 1
+    assert second[0] != first[0]
+    assert deals.dealer.redealt == 1
+
+
+def test_a_chunk_with_a_second_holder_is_not_dealt_again():
+    deals = Deals(count=2)
+    relay, index = deals.deal(0.0)
+    other = next(peer for peer in RELAYS if peer != relay)
+    deals.dealer.announced(other, index, 0.5)
+    deals.dealer.on_time(100.0)
+    assert deals.deal(100.0) is None
+    assert deals.dealer.redealt == 0
+
+
+def test_the_share_of_a_relay_that_left_is_dealt_again():
+    deals = Deals(count=10)
+    while deals.deal(0.0):
+        pass
+    gone = set(deals.dealt["a"])
+    spread = min(gone)
+    deals.dealer.announced(PeerId("b"), spread, 0.1)
+    del deals.known["a"]
+    deals.dealer.relay_left(PeerId("a"), 0.2)
+    again = []
+    while (choice := deals.deal(0.3)) is not None:
+        again.append(choice[1])
+    assert set(again) == gone - {spread}
+
+
+def test_a_lone_peer_is_dealt_everything_and_owes_nothing():
+    deals = Deals(count=50, relays=RELAYS[:1])
+    assert sum(deals.deal(0.0) is not None for _ in range(60)) == 49
+    deals.dealer.on_time(100.0)
+    assert deals.dealer.finished
+    assert deals.dealer.redealt == 0
+
+
+def test_an_unmeasured_relay_is_dealt_a_few_chunks_only():
+    deals = Deals(count=1000)
+    dealt = 0
+    while deals.deal(0.0):
+        dealt += 1
+    assert dealt == 3 * 16
+
+
+def test_the_source_helps_when_all_relays_are_behind_but_not_with_what_they_are_at():
+    rates = dict.fromkeys(RELAYS, 50_000)
+    deals = Deals(count=4001)
+    deals.run(6.0, 200, rates)
+    choice = deals.dealer.help(RELAYS, deals.known, 6.0)
+    assert choice is not None
+    peer, index = choice
+    relay = next(relay for relay in RELAYS if index in deals.dealt[relay])
+    assert peer != relay
+    assert index not in deals.known[peer]
+    deals.dealer.helped(index, 6.0)
+    idle = Deals(count=4001)
+    idle.run(6.0, 5, dict.fromkeys(RELAYS, 400_000))
+    assert idle.dealer.help(RELAYS, idle.known, 6.0) is None
+
+
+def test_a_pull_only_payload_is_never_dealt():
+    deals = Deals(push=False)
+    assert deals.deal(0.0) is None
+    assert deals.dealer.finished
+
+
+def test_a_request_is_served_if_nobody_else_can_and_refused_if_somebody_can():
+    dealer = Deals(push=False).dealer
+    a, b, c = RELAYS
+    assert dealer.may_serve(a, 5, 0.0), "nobody has it"
+    assert not dealer.may_serve(b, 5, 0.1), "it is on its way to a"
+    assert not dealer.may_serve(b, 5, 0.2), "and still is"
+    dealer.sent(a, 5, 0.3)
+    assert dealer.may_serve(b, 5, 10.0), "a should have announced it long ago"
+    dealer.announced(a, 6, 10.0)
+    assert dealer.may_serve(a, 6, 10.0), "its only holder lost it"
+    assert not dealer.may_serve(c, 6, 20.0), "a has it"
+    assert dealer.may_serve(c, 6, 21.0), "but c insists"
+
+
+def test_a_request_for_a_dealt_chunk_is_refused_to_all_but_its_relay():
+    deals = Deals(count=2)
+    relay, index = deals.deal(0.0)
+    other = next(peer for peer in RELAYS if peer != relay)
+    assert not deals.dealer.may_serve(other, index, 0.1)
+    assert deals.dealer.may_serve(relay, index, 0.1)
+
+
+def test_a_pushed_chunk_that_never_left_is_dealt_again():
+    deals = Deals(count=2)
+    relay, index = deals.dealer.deal(RELAYS, deals.known, None)
+    deals.dealer.not_sent(relay, index)
+    assert deals.deal(0.1)[1] == index
