@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 ifeq ($(GPU),0)

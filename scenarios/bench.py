@@ -222,16 +222,26 @@ async def open_bench(
     membership: MembershipSection | None = None,
     make_worker: Callable[[], TaskWorker] = InlineTaskWorker,
     tls: bool = False,
+    learner_up: bool = True,
     seed: int = 0,
 ) -> AsyncIterator[Bench]:
     """Open a coordinator's middle on a disk, with all that it finds there; nothing runs yet.
 
-    The first life publishes version 0 at step 0.
+    Args:
+        disk: The first life on it publishes version 0 at step 0.
+        rollouts: Settings of leases and batches.
+        membership: Settings of terms.
+        make_worker: Called for each life of the task worker.
+        tls: Whether members get certificates.
+        learner_up: Whether the roster is open; `Roster.load` opens it later.
+        seed: Of all that is drawn; each life on a disk needs one of its own.
     """
     async with disk.open_store("coordinator", MIGRATIONS) as store:
         bench = await _build(
             store, rollouts, membership or MembershipSection(), make_worker, tls=tls, seed=seed
         )
+        if learner_up:
+            await bench.roster.load(LAYOUT.table)
         try:
             yield bench
         finally:
@@ -301,6 +311,5 @@ async def _build(
         await bench.publish(0)
     await desk.load()
     await intake.load()
-    await roster.load(LAYOUT.table)
     state.leasing = True
     return bench

@@ -433,8 +433,8 @@ class Swarm:
         """Queue a chunk that came unasked for the neighbours who should get it from us."""
         if origin is None or not origin.unasked or not transfer.push:
             return
-        if not self._from_source(origin.link):
-            return  # in a mesh its relay pushes it to everybody; elsewhere pulls take over
+        if not self._from_source(origin.link) or (self._mesh and index == 0):
+            return  # in a mesh everybody gets it first-hand; elsewhere pulls take over
         if transfer.held_beside(index, origin.link):
             return  # a copy that the source made in a relay's stead, or an old one
         targets = [link for link in transfer.lacking(index) if not self._from_source(link)]

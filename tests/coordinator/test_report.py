@@ -121,14 +121,18 @@ def test_the_ledger_part_says_whether_it_can_be_trusted() -> None:
 
 def test_the_weights_part_has_bytes_and_ratios() -> None:
     sizes = WeightBytes(anchor_bytes=800, delta_bytes=(10, 30), state_bytes=1200)
-    assert report.weights(sizes, source_bytes=5, peer_bytes=7) == {
+    assert report.weights(sizes, source_bytes=(50, 20), peer_bytes=7) == {
         "state_bytes": 1200,
         "anchor_bytes": 800,
         "delta_bytes_mean": 20.0,
         "ratio_mean": (120 + 40) / 2,
-        "source_bytes": 5,
+        "source_bytes": 50,
+        "source_copies": 0.5,
         "peer_bytes": 7,
     }
+    first = WeightBytes(anchor_bytes=800, delta_bytes=(), state_bytes=1200)
+    part = report.weights(first, source_bytes=(50, 0), peer_bytes=0)
+    assert (part["delta_bytes_mean"], part["ratio_mean"], part["source_copies"]) == (0.0, 0.0, None)
 
 
 def test_a_metrics_line_is_flat_and_json() -> None:
