@@ -66,7 +66,7 @@ class CoordinatorPorts:
     streams: Streams
     make_http_server: Callable[[TlsServer | None], HttpServer]
     store: Store
-    """Opened with `coordinator.book.MIGRATIONS`."""
+    """Opened with `coordinator.schema.MIGRATIONS`."""
     blobs: Blobs
     memory: SharedMemory
     shelf: Shelf

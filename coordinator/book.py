@@ -12,11 +12,20 @@ Leases carry their trajectories' fate: ``in_flight`` -> ``queued`` -> ``trained`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final, cast
+from typing import cast
 
 import trio
 
+from coordinator.ledger_rows import balance, count_event, recount
+from coordinator.schema import (
+    LEASE_ROWS_KEPT,
+    RELAYED_BYTES_MAX,
+    MemberRow,
+    OpenLease,
+    PayloadRow,
+    QueuedRow,
+    VersionRow,
+)
 from echo2p2p.ids import Generation, Incarnation, LeaseId, PeerId, Step, Version
 from echo2p2p.net.ports import Rows, Store
 from echo2p2p.rollouts.ledger import Balance, Ledger, Moved, Place
@@ -24,137 +33,12 @@ from echo2p2p.rollouts.trajectory import Reason
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import Lease, Signed, Upload
 
-LEASE_ROWS_KEPT: Final = 100_000
-"""Ended leases (without their bodies) that still answer a late or repeated upload by name."""
-
-RELAYED_BYTES_MAX: Final = 2**53
-"""Nine petabytes; exact in JSON and far from what a row's integer overflows at."""
-
-MIGRATIONS: Final[tuple[str, ...]] = (
-    """
-    CREATE TABLE run (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
-    CREATE TABLE members (
-        peer_id TEXT PRIMARY KEY, incarnation INTEGER NOT NULL, name TEXT NOT NULL,
-        credential BLOB NOT NULL, join_body BLOB NOT NULL, live INTEGER NOT NULL,
-        relayed_bytes INTEGER NOT NULL DEFAULT 0
-    ) STRICT;
-    CREATE TABLE versions (
-        version INTEGER PRIMARY KEY, step INTEGER NOT NULL, generation INTEGER NOT NULL,
-        dead INTEGER NOT NULL DEFAULT 0
-    ) STRICT;
-    CREATE TABLE payloads (
-        manifest_id BLOB PRIMARY KEY, version INTEGER NOT NULL, base_version INTEGER,
-        signed BLOB NOT NULL, wire_bytes INTEGER NOT NULL, retained INTEGER NOT NULL DEFAULT 1
-    ) STRICT;
-    CREATE TABLE leases (
-        lease_id TEXT PRIMARY KEY, peer_id TEXT NOT NULL, incarnation INTEGER NOT NULL,
-        seed INTEGER NOT NULL, samples INTEGER NOT NULL, lease BLOB NOT NULL,
-        fate TEXT NOT NULL, reason TEXT, step INTEGER, upload BLOB
-    ) STRICT;
-    CREATE INDEX leases_by_fate ON leases (fate, step);
-    CREATE TABLE steps (step INTEGER PRIMARY KEY, record BLOB NOT NULL) STRICT;
-    CREATE TABLE archive (
-        peer_id TEXT NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
-        PRIMARY KEY (peer_id, fate, reason)
-    ) STRICT;
-    CREATE TABLE ledger (
-        source TEXT NOT NULL, target TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
-        PRIMARY KEY (source, target, reason)
-    ) STRICT;
-    """,
-)
-
-
-@dataclass(frozen=True)
-class MemberRow:
-    """A member as the store has it."""
-
-    peer_id: PeerId
-    incarnation: Incarnation
-    name: str
-    credential: bytes
-    """Digest of the credential, never the credential itself."""
-    join_body: bytes
-    live: bool
-    relayed_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class VersionRow:
-    """A publication."""
-
-    version: Version
-    step: Step
-    generation: Generation
-    dead: bool
-
-
-@dataclass(frozen=True)
-class PayloadRow:
-    """An anchor or a delta whose bytes are in the blobs."""
-
-    manifest_id: bytes
-    version: Version
-    base_version: Version | None
-    signed: Signed
-    wire_bytes: int
-
-
-@dataclass(frozen=True)
-class QueuedRow:
-    """An accepted upload that no step has consumed yet."""
-
-    lease: Lease
-    peer_id: PeerId
-    seed: int
-    upload: Upload
-
-
-@dataclass(frozen=True)
-class OpenLease:
-    """A lease that is in flight."""
-
-    lease: Lease
-    peer_id: PeerId
-    incarnation: Incarnation
-    seed: int
-
-
-def _count(rows: Rows, event: Moved) -> None:
-    rows.execute(
-        "INSERT INTO ledger VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE "
-        "SET count = count + excluded.count",
-        (event.source or "", event.target.value, event.reason or "", event.count),
-    )
-
-
-def _balance(rows: Rows) -> Balance:
-    """Return the ledger as its events have counted it."""
-    net = dict.fromkeys(Place, 0)
-    issued, rejected = 0, dict[str, int]()
-    for row in rows.execute("SELECT source, target, reason, count FROM ledger").fetchall():
-        source, target, reason, count = cast("tuple[str, str, str, int]", row)
-        if source:
-            net[Place(source)] -= count
-        else:
-            issued += count
-        net[Place(target)] += count
-        if reason:
-            rejected[reason] = rejected.get(reason, 0) + count
-    return Balance(
-        issued=issued,
-        trained=net[Place.TRAINED],
-        queued=net[Place.QUEUED],
-        in_flight=net[Place.IN_FLIGHT],
-        rejected=dict(sorted(rejected.items())),
-    )
-
 
 class Book:
     """The store's operations and the ledger in memory.
 
     Args:
-        store: Opened with `MIGRATIONS`.
+        store: Opened with `coordinator.schema.MIGRATIONS`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -163,7 +47,7 @@ class Book:
 
     async def load(self) -> None:
         """Read the ledger; call once, before anything else."""
-        self.ledger = Ledger(await self._store.transact(_balance))
+        self.ledger = Ledger(await self._store.transact(balance))
 
     # --- the run ------------------------------------------------------------------------------
 
@@ -336,7 +220,7 @@ class Book:
                         codec.encode(lease),
                     ),
                 )
-            _count(rows, event)
+            count_event(rows, event)
 
         with trio.CancelScope(shield=True):  # the disk and the counters move together
             await self._store.transact(work)
@@ -411,7 +295,7 @@ class Book:
                     moved.append(lease_id)
                     count += samples
             if count:
-                _count(rows, Moved(count, source, target, reason))
+                count_event(rows, Moved(count, source, target, reason))
             if record is not None:
                 rows.execute("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, record))
             return moved, count
@@ -534,7 +418,7 @@ class Book:
                     "WHERE fate = 'trained' AND step > ?",
                     (reason.value, step),
                 )
-                _count(rows, Moved(count, Place.TRAINED, Place.REJECTED, reason))
+                count_event(rows, Moved(count, Place.TRAINED, Place.REJECTED, reason))
             return count
 
         with trio.CancelScope(shield=True):  # the disk and the counters move together
@@ -545,7 +429,7 @@ class Book:
 
     async def recount(self) -> Balance:
         """Return the balance counted afresh from the rows, not from the events."""
-        return await self._store.transact(_recount)
+        return await self._store.transact(recount)
 
     async def by_peer(self) -> dict[PeerId, dict[str, int]]:
         """Return accepted and rejected trajectories by peer, counted from the rows."""
@@ -578,24 +462,3 @@ def _insert_payloads(rows: Rows, payloads: Sequence[PayloadRow]) -> None:
                 payload.wire_bytes,
             ),
         )
-
-
-def _recount(rows: Rows) -> Balance:
-    places = dict.fromkeys(Place, 0)
-    rejected: dict[str, int] = {}
-    found = rows.execute(
-        "SELECT fate, coalesce(reason, ''), sum(samples) FROM leases GROUP BY 1, 2 "
-        "UNION ALL SELECT fate, reason, sum(count) FROM archive GROUP BY 1, 2"
-    ).fetchall()
-    for row in found:
-        fate, reason, count = cast("tuple[str, str, int]", row)
-        places[Place(fate)] += count
-        if fate == Place.REJECTED:
-            rejected[reason] = rejected.get(reason, 0) + count
-    return Balance(
-        issued=sum(places.values()),
-        trained=places[Place.TRAINED],
-        queued=places[Place.QUEUED],
-        in_flight=places[Place.IN_FLIGHT],
-        rejected=dict(sorted(rejected.items())),
-    )

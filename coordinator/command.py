@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
 import trio
 
-from coordinator.app import CoordinatorApp, Opened, StepView
+from coordinator.app import CoordinatorApp, CoordinatorPorts, Opened, StepView
 from coordinator.config import Settings
 from coordinator.machine import export_trained, open_machine, write_json
 from coordinator.report import step_line
 from echo2p2p.cli import load_settings
 from echo2p2p.errors import EchoError
 from echo2p2p.log import open_journal
+from echo2p2p.net.ports import Journal
 from echo2p2p.net.program import OK, USAGE, run_program
 from echo2p2p.net.system import SystemClock
 
@@ -30,6 +32,7 @@ commands:
 Every command has --help.
 """
 PRESETS: Final = Path(__file__).parent / "presets"
+Machine = Callable[[Settings, Journal], AbstractAsyncContextManager[CoordinatorPorts]]
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -53,8 +56,11 @@ def main(argv: list[str] | None = None) -> int:
     return run_program(lambda: run(settings))
 
 
-async def run(settings: Settings) -> int:
-    """Run one coordinator to the end; prints progress and writes the run's files."""
+async def run(settings: Settings, *, machine: Machine = open_machine) -> int:
+    """Run one coordinator to the end; prints progress and writes the run's files.
+
+    ``machine`` opens the world; the default is the real one.
+    """
     folder = Path(settings.run.folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
@@ -64,7 +70,7 @@ async def run(settings: Settings) -> int:
         open_journal(sys.stderr, SystemClock(), file=folder / "logs" / "events.jsonl") as journal,
         (folder / "metrics.jsonl").open("a", encoding="utf-8") as metrics,
     ):
-        async with open_machine(settings, journal) as ports:
+        async with machine(settings, journal) as ports:
 
             def opened(what: Opened) -> None:
                 secrets = {"url": what.url, "token": what.token, "admin_token": what.admin_token}

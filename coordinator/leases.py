@@ -16,10 +16,11 @@ import trio
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from coordinator.book import Book, OpenLease
+from coordinator.book import Book
 from coordinator.config import RolloutsSection
 from coordinator.membership import Member, State
 from coordinator.run_state import RunState
+from coordinator.schema import OpenLease
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import Opening, TaskInfo
 from echo2p2p.errors import ChildError

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from coordinator.app import CoordinatorPorts
-from coordinator.book import MIGRATIONS
 from coordinator.config import Settings
 from coordinator.learner.client import TorchLearnerProcess
 from coordinator.model import prepare_model
+from coordinator.schema import MIGRATIONS
 from coordinator.task_client import TaskWorkerProcess
 from echo2p2p.errors import ConfigError
 from echo2p2p.net.aio import AioHttpServer, open_aio

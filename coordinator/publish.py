@@ -19,9 +19,10 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from coordinator.book import Book, PayloadRow, VersionRow
+from coordinator.book import Book
 from coordinator.config import WeightsSection
 from coordinator.run_state import RunState
+from coordinator.schema import PayloadRow, VersionRow
 from echo2p2p.errors import IntegrityError, LocalProtocolError, StoreError
 from echo2p2p.ids import Digest, Generation, ManifestId, RunId, Step, Version
 from echo2p2p.net.ports import Blobs, Journal, Offload

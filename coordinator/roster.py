@@ -11,11 +11,12 @@ from typing import Final, Literal
 
 import trio
 
-from coordinator.book import Book, MemberRow
+from coordinator.book import Book
 from coordinator.config import MembershipSection
 from coordinator.leases import LeaseDesk
 from coordinator.membership import Duplicate, Full, Joined, Member, Membership, State, Wait
 from coordinator.run_state import RunState
+from coordinator.schema import MemberRow
 from echo2p2p.broadcast.overlay import DEGREE, Neighbours, plan_overlay
 from echo2p2p.broadcast.overlay import Member as OverlayMember
 from echo2p2p.errors import EchoError

@@ -16,13 +16,14 @@ from typing import Final, Literal
 
 import trio
 
-from coordinator.book import MIGRATIONS, Book, VersionRow
+from coordinator.book import Book
 from coordinator.config import MembershipSection, RolloutsSection
 from coordinator.intake import Intake
 from coordinator.leases import LeaseDesk
 from coordinator.membership import NO_MEASUREMENTS, Member, Membership
 from coordinator.roster import Roster
 from coordinator.run_state import RunState
+from coordinator.schema import MIGRATIONS, VersionRow
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import TaskSetup, TaskWorker
 from echo2p2p.ids import Generation, Step, Version

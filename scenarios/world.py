@@ -16,8 +16,8 @@ from typing import Any, Final
 import trio
 
 from coordinator.app import CoordinatorApp, CoordinatorPorts, Opened
-from coordinator.book import MIGRATIONS
 from coordinator.config import Settings
+from coordinator.schema import MIGRATIONS
 from echo2p2p.errors import EchoError
 from echo2p2p.net.ports import Journal
 from echo2p2p.net.trust import PeerIdentity

@@ -13,9 +13,9 @@ the chunk is already pushing it. The source is asked last, except for what only 
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,6 +32,9 @@ RATE_ASSUMED_BYTES_PER_S: Final = 512.0 * 1024.0
 """Of a link, before it was measured."""
 
 INDEX_GRACE_S: Final = 0.1
+
+TICK_S: Final = 0.0625
+"""Ends of graces are seen to so often; a binary fraction, so that ticks are exact."""
 
 DELAY_WEIGHT: Final = 0.1
 """Of the newest push in the mean time from announcement to arrival."""
@@ -108,7 +111,8 @@ class Picker:
         self._links: dict[PeerId, _Link] = {}
         self._goals: dict[ManifestId, _Goal] = {}
         self._order: list[ManifestId] = []
-        self._ready: deque[float] = deque()
+        self._ticks: list[int] = []
+        """Heap of the ticks by which a grace ends, each once."""
         self._sweep_s = math.inf
         self._push_delay_s = 0.0
 
@@ -165,6 +169,9 @@ class Picker:
         if grace_s:
             most_s = max(grace_s, self._settings.pull_grace_max_s)
             grace_s = min(max(grace_s, 2 * self._push_delay_s), most_s)
+            self._wake_at(now + grace_s)
+        if self._links[link].is_source:
+            self._wake_at(now + grace_s + self._settings.source_grace_s)
         pool = goal.offers.setdefault(link, ChunkPool())
         for index in indices:
             if index not in goal.missing or not pool.add(index):
@@ -174,8 +181,8 @@ class Picker:
                 wait_s = grace_s if index else min(grace_s, INDEX_GRACE_S)
                 goal.heard_s[index] = now
                 goal.ready_s[index] = now + wait_s
-                if wait_s and (not self._ready or self._ready[-1] < now + wait_s):
-                    self._ready.append(now + wait_s)
+                if index == 0 and wait_s:
+                    self._wake_at(now + wait_s)
 
     def arrived(
         self, link: PeerId, manifest_id: ManifestId, index: int, count: int, now: float
@@ -361,12 +368,12 @@ class Picker:
 
     def next_deadline(self) -> float:
         """Return when `on_time`, and then `plan`, should be called."""
-        return min(self._sweep_s, self._ready[0] if self._ready else math.inf)
+        return min(self._sweep_s, self._ticks[0] * TICK_S if self._ticks else math.inf)
 
     def on_time(self, now: float) -> Overdue:
         """Free the chunks that did not come in time."""
-        while self._ready and self._ready[0] <= now:
-            self._ready.popleft()
+        while self._ticks and self._ticks[0] * TICK_S <= now:
+            heapq.heappop(self._ticks)
         if now < self._sweep_s:
             return Overdue((), ())
         cancels, hopeless = [], []
@@ -411,6 +418,11 @@ class Picker:
         if state.misses > 1:
             state.snubbed_until_s = now + self._settings.snub_s
         return state.misses >= self._settings.misses_max and not state.is_source
+
+    def _wake_at(self, when_s: float) -> None:
+        tick = math.ceil(when_s / TICK_S)
+        if tick not in self._ticks:
+            heapq.heappush(self._ticks, tick)
 
     # --- inside -------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Swarm:
     # --- links --------------------------------------------------------------------------------
 
     def set_neighbours_planned(self, count: int) -> None:
-        """Say how many peers this node should be linked to, the source not counted."""
+        """Say to how many peers, beside the source, this node should be linked."""
         self._planned = count
 
     @property
@@ -138,10 +138,9 @@ class Swarm:
             return []
         chunks = ChunkSet(count, held)
         assert chunks.complete or not self._is_source
-        dealer = None
+        dealer, late_s = None, self._settings.backlog_max_s
         if self._is_source:
-            backlog_max_s = self._settings.backlog_max_s
-            dealer = Dealer(count, chunk_bytes, self._rates, push=push, backlog_max_s=backlog_max_s)
+            dealer = Dealer(count, chunk_bytes, self._rates, push=push, backlog_max_s=late_s)
         transfer = self._transfers[manifest_id] = Transfer(
             manifest_id,
             count,
@@ -176,7 +175,7 @@ class Swarm:
     # --- frames -------------------------------------------------------------------------------
 
     def receive_offer(self, link: PeerId, manifest_id: ManifestId) -> None:
-        """The other side has shown a manifest that is (or may soon be) a payload of ours."""
+        """The other side has shown a manifest, of a payload of ours or of one that may become it."""
         transfer = self._transfers.get(manifest_id)
         if transfer is not None:
             transfer.view(link).offered = True
@@ -188,9 +187,13 @@ class Swarm:
         transfer = self._transfers.get(manifest_id)
         if transfer is None:
             remember(self._links[link].wants_early, manifest_id)
-        elif not transfer.view(link).wants:
-            self._follower(transfer, link, now)
-            self._pump(now)
+            return []
+        if transfer.view(link).wants:  # it forgot the payload, and all that we told it
+            transfer.forget(link, now)
+            transfer.view(link).offered = True
+            self._introduce(transfer, link)
+        self._follower(transfer, link, now)
+        self._pump(now)
         return self._take()
 
     def receive_have(
@@ -214,13 +217,10 @@ class Swarm:
             outbox.cancel((manifest_id, index))
             if transfer.dealer:
                 transfer.dealer.announced(link, index, now)
-        grace_s = 0.0
-        if transfer.push:
-            settings = self._settings
-            grace_s = settings.pull_grace_s if self._mesh else settings.overlay_grace_s
+        mesh_s, overlay_s = self._settings.pull_grace_s, self._settings.overlay_grace_s
+        grace_s = (mesh_s if self._mesh else overlay_s) if transfer.push else 0.0
         self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
-        if not grace_s:
-            self._plan(now, [link])
+        self._plan(now, [link])
         self._pump(now)
         return self._take()
 
@@ -309,7 +309,7 @@ class Swarm:
             self._flush_s = min(self._flush_s, now + self._settings.have_batch_s)
         if 0 in new:
             for index in list(transfer.origins):  # what had waited for the index and was wrong
-                self._lose(transfer, index)
+                self._lose(transfer, index, now)
             self._plan(now)
         self._pump(now)
         return self._take()
@@ -318,7 +318,7 @@ class Swarm:
         """A chunk that arrived was wrong, or could not be kept."""
         transfer = self._transfers.get(manifest_id)
         if transfer is not None and index not in transfer.held:
-            self._lose(transfer, index)
+            self._lose(transfer, index, now)
             self._plan(now)
         return self._take()
 
@@ -380,7 +380,7 @@ class Swarm:
         return effects
 
     def _introduce(self, transfer: Transfer, link: PeerId) -> None:
-        """Make the payload known on a link, and ask to be told."""
+        """Make the payload known on a link, and ask to be told of it."""
         view = transfer.view(link)
         if not view.offered:
             view.offered = True
@@ -425,9 +425,12 @@ class Swarm:
             return "busy"
         return None
 
-    def _lose(self, transfer: Transfer, index: int) -> None:
-        transfer.origins.pop(index, None)
+    def _lose(self, transfer: Transfer, index: int, now: float) -> None:
+        """Want a chunk again that had come; its sender, if it is still linked, does hold it."""
+        origin = transfer.origins.pop(index, None)
         self._picker.lost(transfer.manifest_id, index)
+        if origin is not None and origin.link in self._links:
+            self._picker.offered(origin.link, transfer.manifest_id, [index], now, grace_s=0.0)
 
     def _push_on(self, transfer: Transfer, index: int, origin: Origin | None) -> None:
         """Queue a chunk that came unasked for the neighbours who should get it from us."""

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import book as book_module
-from coordinator.book import MIGRATIONS, Book, MemberRow, PayloadRow, VersionRow
+from coordinator.book import Book
+from coordinator.schema import MIGRATIONS, MemberRow, PayloadRow, VersionRow
 from echo2p2p.errors import StoreError
 from echo2p2p.ids import Generation, Incarnation, LeaseId, PeerId, Step, Version
 from echo2p2p.net.ports import Store

@@ -1,0 +1,104 @@
+"""The store's tables, and what its rows are in Python; `coordinator.book` works on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from echo2p2p.ids import Generation, Incarnation, PeerId, Step, Version
+from echo2p2p.wire.messages import Lease, Signed, Upload
+
+LEASE_ROWS_KEPT: Final = 100_000
+"""Ended leases (without their bodies) that still answer a late or repeated upload by name."""
+
+RELAYED_BYTES_MAX: Final = 2**53
+"""Nine petabytes; exact in JSON and far from what a row's integer overflows at."""
+
+MIGRATIONS: Final[tuple[str, ...]] = (
+    """
+    CREATE TABLE run (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
+    CREATE TABLE members (
+        peer_id TEXT PRIMARY KEY, incarnation INTEGER NOT NULL, name TEXT NOT NULL,
+        credential BLOB NOT NULL, join_body BLOB NOT NULL, live INTEGER NOT NULL,
+        relayed_bytes INTEGER NOT NULL DEFAULT 0
+    ) STRICT;
+    CREATE TABLE versions (
+        version INTEGER PRIMARY KEY, step INTEGER NOT NULL, generation INTEGER NOT NULL,
+        dead INTEGER NOT NULL DEFAULT 0
+    ) STRICT;
+    CREATE TABLE payloads (
+        manifest_id BLOB PRIMARY KEY, version INTEGER NOT NULL, base_version INTEGER,
+        signed BLOB NOT NULL, wire_bytes INTEGER NOT NULL, retained INTEGER NOT NULL DEFAULT 1
+    ) STRICT;
+    CREATE TABLE leases (
+        lease_id TEXT PRIMARY KEY, peer_id TEXT NOT NULL, incarnation INTEGER NOT NULL,
+        seed INTEGER NOT NULL, samples INTEGER NOT NULL, lease BLOB NOT NULL,
+        fate TEXT NOT NULL, reason TEXT, step INTEGER, upload BLOB
+    ) STRICT;
+    CREATE INDEX leases_by_fate ON leases (fate, step);
+    CREATE TABLE steps (step INTEGER PRIMARY KEY, record BLOB NOT NULL) STRICT;
+    CREATE TABLE archive (
+        peer_id TEXT NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
+        PRIMARY KEY (peer_id, fate, reason)
+    ) STRICT;
+    CREATE TABLE ledger (
+        source TEXT NOT NULL, target TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL,
+        PRIMARY KEY (source, target, reason)
+    ) STRICT;
+    """,
+)
+
+
+@dataclass(frozen=True)
+class MemberRow:
+    """A member as the store has it."""
+
+    peer_id: PeerId
+    incarnation: Incarnation
+    name: str
+    credential: bytes
+    """Digest of the credential, never the credential itself."""
+    join_body: bytes
+    live: bool
+    relayed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class VersionRow:
+    """A publication."""
+
+    version: Version
+    step: Step
+    generation: Generation
+    dead: bool
+
+
+@dataclass(frozen=True)
+class PayloadRow:
+    """An anchor or a delta whose bytes are in the blobs."""
+
+    manifest_id: bytes
+    version: Version
+    base_version: Version | None
+    signed: Signed
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class QueuedRow:
+    """An accepted upload that no step has consumed yet."""
+
+    lease: Lease
+    peer_id: PeerId
+    seed: int
+    upload: Upload
+
+
+@dataclass(frozen=True)
+class OpenLease:
+    """A lease that is in flight."""
+
+    lease: Lease
+    peer_id: PeerId
+    incarnation: Incarnation
+    seed: int

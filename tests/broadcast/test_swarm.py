@@ -1,0 +1,483 @@
+import heapq
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2p2p.broadcast.chunk_sets import ChunkSet
+from echo2p2p.broadcast.effects import (
+    CloseLink,
+    SendCancel,
+    SendChunk,
+    SendHave,
+    SendOffer,
+    SendReject,
+    SendRequest,
+    SendWant,
+)
+from echo2p2p.broadcast.settings import HAVE_INDICES_MAX, SwarmSettings
+from echo2p2p.broadcast.swarm import Swarm
+from echo2p2p.errors import RemoteProtocolError
+from echo2p2p.ids import SOURCE, ManifestId, PeerId
+
+ID = ManifestId(bytes(16))
+CHUNK = 1000
+
+
+class Wire:
+    """Swarms on a perfect wire in virtual time; checks the rules of the protocol on the way."""
+
+    def __init__(self, peers, *, count=41, push=True, latency_s=0.01, upload=1e6, seed=0):
+        self.count, self.push, self.latency_s, self.upload = count, push, latency_s, upload
+        self.now = 0.0
+        self.events, self.order = [], itertools.count()
+        self.swarms, self.held, self.free_s = {}, {}, {}
+        self.links, self.era = set(), {}
+        self.silent, self.lossy = set(), 0.0
+        self.rng = random.Random(seed)
+        self.sent, self.received, self.duplicates = {}, {}, 0
+        self.log = []
+        for name in [SOURCE, *peers]:
+            self.add(name)
+
+    def add(self, name):
+        is_source = name == SOURCE
+        self.swarms[name] = Swarm(is_source=is_source, rng=random.Random(f"{name}"))
+        self.held[name] = set(range(self.count)) if is_source else set()
+        self.free_s[name] = 0.0
+        self.sent[name] = self.received[name] = 0
+
+    def follow(self, name):
+        held = sorted(self.held[name])
+        swarm = self.swarms[name]
+        self.perform(
+            name,
+            swarm.add_transfer(
+                ID, count=self.count, chunk_bytes=CHUNK, held=held, push=self.push, now=self.now
+            ),
+        )
+
+    def open(self, one, other):
+        self.links.add(frozenset((one, other)))
+        self.era[frozenset((one, other))] = next(self.order)
+        for me, peer in ((one, other), (other, one)):
+            self.perform(
+                me,
+                self.swarms[me].link_opened(
+                    peer, is_source=peer == SOURCE, rtt_s=2 * self.latency_s, now=self.now
+                ),
+            )
+
+    def close(self, one, other):
+        self.links.discard(frozenset((one, other)))
+        for me, peer in ((one, other), (other, one)):
+            self.perform(me, self.swarms[me].link_closed(peer, self.now))
+
+    def mesh(self):
+        for one, other in itertools.combinations(self.swarms, 2):
+            self.open(one, other)
+
+    def start(self):
+        self.mesh()
+        for name in self.swarms:
+            self.follow(name)
+
+    def at(self, delay_s, action, *arguments):
+        heapq.heappush(self.events, (self.now + delay_s, next(self.order), action, arguments))
+
+    def perform(self, me, effects):
+        for effect in effects:
+            self.log.append((self.now, me, effect))
+            if isinstance(effect, CloseLink):
+                self.at(0, self.close, me, effect.link)
+                self.at(1, self.open, me, effect.link)
+                continue
+            pair = frozenset((me, effect.link))
+            assert pair in self.links, effect
+            delay_s = 0.0
+            if isinstance(effect, SendChunk):
+                self.check_chunk(me, effect)
+                self.free_s[me] = max(self.free_s[me], self.now) + CHUNK / self.upload
+                delay_s = self.free_s[me] - self.now
+                self.at(delay_s, self.chunk_left, me, effect, self.era[pair])
+                self.sent[me] += 1
+                if me in self.silent:
+                    continue
+            self.at(delay_s + self.latency_s, self.deliver, me, effect, self.era[pair])
+
+    def check_chunk(self, me, effect):
+        assert effect.index in self.held[me], "only what is verified"
+        pair = {me, effect.link}
+        frames = {(who, type(e)) for _, who, e in self.log if {who, e.link} == pair}
+        assert SendOffer in {kind for _, kind in frames}, "an offer precedes the first chunk"
+        assert (effect.link, SendWant) in frames, "nobody gets what they do not want"
+
+    def alive(self, me, peer, era):
+        return self.era.get(frozenset((me, peer))) == era and frozenset((me, peer)) in self.links
+
+    def chunk_left(self, me, effect, era):
+        if self.alive(me, effect.link, era):
+            self.perform(me, self.swarms[me].chunk_sent(effect.link, ID, effect.index, self.now))
+
+    def deliver(self, sender, effect, era):
+        me, now = effect.link, self.now
+        if not self.alive(me, sender, era):
+            return
+        swarm = self.swarms[me]
+        match effect:
+            case SendOffer():
+                swarm.receive_offer(sender, ID)
+            case SendWant():
+                self.perform(me, swarm.receive_want(sender, ID, now))
+            case SendHave(indices=indices):
+                self.perform(me, swarm.receive_have(sender, ID, indices, now))
+            case SendRequest(index=index):
+                self.perform(me, swarm.receive_request(sender, ID, index, now))
+            case SendReject(index=index, reason=reason):
+                self.perform(me, swarm.receive_reject(sender, ID, index, reason, now))
+            case SendCancel(index=index):
+                swarm.receive_cancel(sender, ID, index)
+            case SendChunk(index=index):
+                self.received[me] += 1
+                self.duplicates += index in self.held[me]
+                self.perform(me, swarm.chunk_arrived(sender, ID, index, CHUNK, now))
+                if index not in self.held[me] and self.rng.random() < self.lossy:
+                    self.perform(me, swarm.chunk_lost(ID, index, now))
+                elif index not in self.held[me]:
+                    self.held[me].add(index)
+                    self.perform(me, swarm.chunks_stored(ID, [index], now))
+
+    def run(self, seconds, until=None):
+        end = self.now + seconds
+        while until is None or not until():
+            due = min(swarm.next_deadline() for swarm in self.swarms.values())
+            event = self.events[0][0] if self.events else float("inf")
+            if min(due, event) > end:
+                self.now = end
+                return False
+            if event <= due:
+                self.now, _, action, arguments = heapq.heappop(self.events)
+                action(*arguments)
+                continue
+            self.now = max(self.now, due)
+            for name, swarm in self.swarms.items():
+                if swarm.next_deadline() <= self.now:
+                    self.perform(name, swarm.on_time(self.now))
+        return True
+
+    def complete(self, *names):
+        wanted = names or self.swarms
+        return lambda: all(len(self.held[name]) == self.count for name in wanted)
+
+
+def names(count):
+    return [PeerId(f"p{i}") for i in range(count)]
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3, 8])
+def test_in_a_mesh_the_source_sends_each_chunk_once_and_the_peers_do_the_rest(peers):
+    wire = Wire(names(peers))
+    wire.start()
+    assert wire.run(30, wire.complete())
+    index_copies = peers - 1
+    assert wire.sent[SOURCE] <= wire.count + index_copies
+    assert wire.duplicates <= 0.03 * wire.count * peers
+    if peers > 1:
+        shares = [wire.sent[name] for name in names(peers)]
+        assert min(shares) > 0.5 * max(shares)
+
+
+def test_an_anchor_is_pulled_and_never_pushed():
+    wire = Wire(names(3), push=False)
+    wire.start()
+    assert wire.run(30, wire.complete())
+    assert all(swarm.statistics().chunks_pushed == 0 for swarm in wire.swarms.values())
+    assert wire.sent[SOURCE] <= 1.1 * wire.count
+    requests = [effect for _, _, effect in wire.log if isinstance(effect, SendRequest)]
+    assert len(requests) >= 3 * wire.count
+
+
+def test_nobody_gets_chunks_of_what_they_do_not_want():
+    wire = Wire(names(3))
+    wire.mesh()
+    for name in (SOURCE, *names(2)):
+        wire.follow(name)
+    assert wire.run(30, wire.complete(*names(2)))
+    assert wire.received["p2"] == 0
+    assert wire.sent["p2"] == 0
+
+
+def test_an_offer_crosses_each_link_about_once():
+    wire = Wire(names(4))
+    wire.mesh()
+    wire.follow(SOURCE)
+    wire.run(1)
+    for name in names(4):
+        wire.follow(name)
+        wire.run(0.05)
+    wire.run(10)
+    offers = {}
+    for _, me, effect in wire.log:
+        if isinstance(effect, SendOffer):
+            pair = frozenset((me, effect.link))
+            offers[pair] = offers.get(pair, 0) + 1
+    assert set(offers) == wire.links
+    assert max(offers.values()) == 1
+
+
+def test_the_share_of_a_relay_that_leaves_in_the_middle_reaches_everybody_else():
+    wire = Wire(names(4), count=201, upload=1e5)
+    wire.start()
+    wire.run(1.0)
+    assert 0 < len(wire.held["p1"]) < wire.count
+    for other in (SOURCE, "p0", "p2", "p3"):
+        wire.close("p1", PeerId(other))
+    assert wire.run(30, wire.complete(SOURCE, "p0", "p2", "p3"))
+    assert wire.sent[SOURCE] <= 1.3 * wire.count
+
+
+def test_a_silent_relay_holds_nobody_up_for_long():
+    wire = Wire(names(4), count=201, upload=1e5)
+    wire.silent.add("p1")
+    wire.start()
+    assert wire.run(20, wire.complete())
+    assert wire.now < 3 * wire.count * CHUNK / 1e5 + 4
+    assert wire.sent[SOURCE] <= 1.6 * wire.count
+
+
+def test_a_late_joiner_gets_everything_from_peers():
+    wire = Wire(names(3))
+    wire.start()
+    assert wire.run(30, wire.complete())
+    wire.run(5)
+    before = wire.sent[SOURCE]
+    late = PeerId("late")
+    wire.add(late)
+    for name in (SOURCE, *names(3)):
+        wire.open(late, name)
+    wire.follow(late)
+    assert wire.run(30, wire.complete())
+    assert wire.sent[SOURCE] - before <= 0.1 * wire.count
+    assert wire.received[late] <= 1.03 * wire.count
+
+
+def test_a_source_that_comes_back_with_the_same_payload_completes_it():
+    wire = Wire(names(2), count=101, upload=1e5)
+    wire.start()
+    wire.run(0.3)
+    for name in names(2):
+        wire.close(SOURCE, name)
+    wire.run(3)
+    assert not wire.complete()()
+    wire.swarms[SOURCE] = Swarm(is_source=True, rng=random.Random(5))
+    for name in names(2):
+        wire.open(SOURCE, name)
+    wire.follow(SOURCE)
+    assert wire.run(20, wire.complete())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.integers(2, 30),
+    st.booleans(),
+    st.integers(0, 10**6),
+    st.lists(st.tuples(st.floats(0, 2), st.integers(0, 9), st.floats(0, 1)), max_size=6),
+)
+def test_whatever_is_cut_and_lost_in_the_end_everybody_has_everything(
+    peers, count, push, seed, cuts
+):
+    wire = Wire(names(peers), count=count, push=push, upload=2e4, seed=seed)
+    wire.lossy = 0.1
+    pairs = list(itertools.combinations(wire.swarms, 2))
+
+    def cut(pair, back_s):
+        if frozenset(pair) in wire.links:
+            wire.close(*pair)
+            wire.at(back_s, reopen, pair)
+
+    def reopen(pair):
+        if frozenset(pair) not in wire.links:
+            wire.open(*pair)
+
+    for when, which, back_s in cuts:
+        wire.at(when, cut, pairs[which % len(pairs)], back_s)
+    wire.start()
+    assert wire.run(200, wire.complete())
+
+
+def quiet(is_source=False, **options):
+    return Swarm(is_source=is_source, rng=random.Random(0), settings=SwarmSettings(**options))
+
+
+def opened(*links, is_source=False, held=(), count=10, push=True, **options):
+    swarm = quiet(is_source, **options)
+    for link in links:
+        swarm.link_opened(PeerId(link), is_source=link == SOURCE, rtt_s=0.02, now=0.0)
+    swarm.add_transfer(ID, count=count, chunk_bytes=CHUNK, held=held, push=push, now=0.0)
+    return swarm
+
+
+def test_requests_are_answered_with_the_chunk_or_a_reason():
+    swarm = opened("a", held=[0, 1])
+    assert swarm.receive_request("a", ID, 1, 1.0) == [SendChunk("a", ID, 1)]
+    assert swarm.receive_request("a", ID, 1, 1.0) == [], "it is on its way"
+    assert swarm.receive_request("a", ID, 2, 1.0) == [SendReject("a", ID, 2, "not_held")]
+    strange = ManifestId(b"?" * 16)
+    assert swarm.receive_request("a", strange, 2, 1.0) == [SendReject("a", strange, 2, "unknown")]
+
+
+def test_a_request_that_crossed_the_chunk_is_not_answered_twice():
+    swarm = opened("a", held=[0, 1])
+    swarm.receive_request("a", ID, 1, 1.0)
+    assert swarm.chunk_sent("a", ID, 1, 1.1) == []
+    assert swarm.receive_request("a", ID, 1, 1.2) == []
+    assert swarm.receive_request("a", ID, 1, 9.0) == [SendChunk("a", ID, 1)]
+
+
+def test_the_queue_of_a_link_is_bounded_and_a_cancel_empties_it():
+    swarm = opened("a", held=range(100), count=100, queue_chunks_max=5)
+    answers = [swarm.receive_request("a", ID, index, 1.0) for index in range(10)]
+    assert answers[0] == [SendChunk("a", ID, 0)]
+    assert answers[1:6] == [[]] * 5
+    assert answers[6:] == [[SendReject("a", ID, index, "busy")] for index in range(6, 10)]
+    for index in range(1, 6):
+        swarm.receive_cancel("a", ID, index)
+    assert swarm.chunk_sent("a", ID, 0, 1.1) == []
+
+
+def test_announcements_are_batched_and_tell_nobody_what_they_know():
+    swarm = opened("a", "b", "c")
+    for link in "ab":
+        swarm.receive_want(link, ID, 0.0)
+    for index in (0, 3, 2):
+        swarm.chunk_arrived("a", ID, index, CHUNK, 1.0)
+        swarm.chunks_stored(ID, [index], 1.0 + index / 1000)
+    assert swarm.next_deadline() == pytest.approx(1.02)
+    assert swarm.on_time(1.02) == [SendHave("b", ID, (0, 2, 3))]
+
+
+def test_a_long_announcement_is_cut_into_parts():
+    count = 2 * HAVE_INDICES_MAX + 1
+    swarm = opened("a", held=range(count), count=count)
+    parts = swarm.receive_want("a", ID, 0.0)
+    assert [len(part.indices) for part in parts] == [HAVE_INDICES_MAX, HAVE_INDICES_MAX, 1]
+
+
+def test_a_want_that_comes_early_is_honoured_later():
+    swarm = quiet()
+    swarm.link_opened("a", is_source=False, rtt_s=0.02, now=0.0)
+    assert swarm.receive_want("a", ID, 0.0) == []
+    effects = swarm.add_transfer(ID, count=3, chunk_bytes=CHUNK, held=range(3), push=True, now=1.0)
+    assert effects == [SendOffer("a", ID), SendHave("a", ID, (0, 1, 2))]
+
+
+def test_a_peer_that_forgot_a_payload_and_wants_it_again_is_told_again():
+    swarm = opened("a", held=[0, 1, 2])
+    first = swarm.receive_want("a", ID, 0.0)
+    assert first == [SendHave("a", ID, (0, 1, 2))]
+    swarm.receive_have("a", ID, [0, 5], 1.0)
+    again = swarm.receive_want("a", ID, 9.0)
+    assert again == [SendWant("a", ID), SendHave("a", ID, (0, 1, 2))]
+
+
+def test_an_offer_that_came_first_is_not_sent_back():
+    swarm = quiet()
+    swarm.link_opened("a", is_source=False, rtt_s=0.02, now=0.0)
+    swarm.receive_offer("a", ID)
+    effects = swarm.add_transfer(ID, count=3, chunk_bytes=CHUNK, held=(), push=True, now=1.0)
+    assert effects == [SendWant("a", ID)]
+
+
+@pytest.mark.parametrize("indices", [(1, 1), (2, 1), (10,), (0, 10)])
+def test_an_announcement_that_makes_no_sense_is_refused(indices):
+    with pytest.raises(RemoteProtocolError):
+        opened("a").receive_have("a", ID, indices, 0.0)
+
+
+def test_a_chunk_number_beyond_the_end_is_refused_everywhere():
+    swarm = opened("a")
+    for call in (
+        lambda: swarm.receive_request("a", ID, 10, 0.0),
+        lambda: swarm.receive_reject("a", ID, 10, "busy", 0.0),
+        lambda: swarm.chunk_arrived("a", ID, 10, CHUNK, 0.0),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            call()
+
+
+def test_chunks_of_a_dropped_payload_are_counted_and_nothing_else():
+    swarm = opened("a")
+    swarm.receive_have("a", ID, [0, 1], 0.0)
+    swarm.drop_transfer(ID, 0.0)
+    assert swarm.chunk_arrived("a", ID, 1, 77, 0.0) == []
+    assert swarm.chunks_stored(ID, [1], 0.0) == []
+    assert swarm.receive_have("a", ID, [1], 0.0) == []
+    assert swarm.statistics().unknown_bytes == 77
+
+
+def test_a_chunk_from_the_source_is_pushed_on_and_one_from_a_peer_is_not():
+    for sender, pushed in ((SOURCE, {"a", "b"}), ("a", set())):
+        swarm = opened(SOURCE, "a", "b", held=[0])
+        for link in (SOURCE, "a", "b"):
+            swarm.receive_want(link, ID, 0.0)
+        swarm.chunk_arrived(sender, ID, 5, CHUNK, 1.0)
+        effects = swarm.chunks_stored(ID, [5], 1.0)
+        assert {e.link for e in effects if isinstance(e, SendChunk)} == pushed
+
+
+def test_outside_a_mesh_a_chunk_is_pushed_to_two_only():
+    peers = [f"p{i:02}" for i in range(20)]
+    swarm = opened(SOURCE, *peers, held=[0])
+    swarm.set_neighbours_planned(20)
+    for link in peers:
+        swarm.receive_want(link, ID, 0.0)
+    swarm.chunk_arrived(SOURCE, ID, 5, CHUNK, 1.0)
+    effects = swarm.chunks_stored(ID, [5], 1.0)
+    assert sum(isinstance(effect, SendChunk) for effect in effects) == 2
+
+
+def test_a_copy_made_in_a_relays_stead_is_not_pushed_on():
+    swarm = opened(SOURCE, "a", "b", held=[0])
+    for link in (SOURCE, "a", "b"):
+        swarm.receive_want(link, ID, 0.0)
+    swarm.receive_have("a", ID, [5], 0.9)
+    swarm.chunk_arrived(SOURCE, ID, 5, CHUNK, 1.0)
+    assert swarm.chunks_stored(ID, [5], 1.0) == []
+
+
+def test_a_queued_push_is_dropped_when_the_other_side_announces_the_chunk():
+    swarm = opened(SOURCE, "a", "b", "c", held=[0], uploads_max=1)
+    for link in (SOURCE, "a", "b", "c"):
+        swarm.receive_want(link, ID, 0.0)
+    swarm.chunk_arrived(SOURCE, ID, 5, CHUNK, 1.0)
+    (first,) = [e for e in swarm.chunks_stored(ID, [5], 1.0) if isinstance(e, SendChunk)]
+    others = sorted({"a", "b", "c"} - {first.link})
+    swarm.receive_have(others[0], ID, [5], 1.05)
+    (second,) = swarm.chunk_sent(first.link, ID, 5, 1.1)
+    assert second == SendChunk(others[1], ID, 5)
+
+
+def test_chunks_that_waited_for_a_wrong_index_are_asked_for_again():
+    swarm = opened("a", "b", push=False)
+    for link in "ab":
+        swarm.receive_have(link, ID, range(10), 0.0)
+    swarm.chunk_arrived("a", ID, 4, CHUNK, 0.1)  # unasked, and wrong, as turns out
+    before = swarm.chunk_arrived("b", ID, 0, CHUNK, 0.2)
+    assert 4 not in {effect.index for effect in before}
+    effects = swarm.chunks_stored(ID, [0], 0.2)
+    assert 4 in {effect.index for effect in effects if isinstance(effect, SendRequest)}
+
+
+def test_adding_a_payload_twice_changes_nothing():
+    swarm = opened("a", held=[0])
+    assert swarm.add_transfer(ID, count=10, chunk_bytes=1, held=(), push=False, now=1.0) == []
+    assert swarm.receive_request("a", ID, 0, 1.0) == [SendChunk("a", ID, 0)]
+
+
+def test_a_full_set_counts_as_held():
+    held = ChunkSet.full(10)
+    swarm = opened("a", held=list(held))
+    assert [type(e) for e in swarm.receive_want("a", ID, 0.0)] == [SendHave]

@@ -1,0 +1,357 @@
+"""An engine that dies, hangs, lies or never comes up: what its keeper does about it."""
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from echo2p2p.errors import EngineError
+from echo2p2p.ids import Digest, Version
+from echo2p2p.net.ports import SharedState
+from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.system import MemoryState
+from echo2p2p.weights.state import state_digest
+from echo2p2p.wire.arrays import from_tokens
+from echo2p2p.wire.messages import Lease, Sampling
+from peer.engine.base import EngineInfo, EngineSetup, LoadReport
+from peer.keeper import BACK_OFF_S, EngineKeeper, WeightState
+from scenarios.bench import LAYOUT
+from scenarios.parts import EngineFaults, FakeEngine
+
+SETUP = EngineSetup(layout=LAYOUT.table, model_config="{}")
+
+
+def weights(version: int) -> WeightState:
+    """Return a version in memory of its own."""
+    state = MemoryState(LAYOUT.total_bytes)
+    state.view[:] = bytes([version]) * LAYOUT.total_bytes
+    return WeightState(Version(version), state_digest(LAYOUT, bytes(state.view)), state)
+
+
+def lease(name: str = "l", version: int = 0) -> Lease:
+    return Lease(
+        lease_id=name,
+        kind="train",
+        prompt=from_tokens([1, 9, 7, 8, 4]),
+        samples=2,
+        seeds=[1, 2],
+        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0),
+        tokens_max=8,
+        stop_ids=[2],
+        forced=None,
+        version=version,
+        deadline_s=60.0,
+        affinity=None,
+    )
+
+
+class Engine(FakeEngine):
+    """Notes what is asked of it; its loads may take time, its start may fail."""
+
+    def __init__(self, *, refuses: bool = False, **options: object) -> None:
+        super().__init__(**options)
+        self.refuses = refuses
+        self.loads: list[int] = []
+        self.closed = False
+
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """Refuse, or start."""
+        if self.refuses:
+            raise EngineError("no such device")
+        return await super().start(setup)
+
+    async def load(self, version: Version, state: SharedState) -> LoadReport:
+        """Note the version."""
+        self.loads.append(version)
+        return await super().load(version, state)
+
+    async def close(self) -> None:
+        """Note that it went all the way."""
+        await super().close()
+        self.closed = True
+
+
+class Slot:
+    """A keeper, its engines and its journal."""
+
+    def __init__(self, *engines: Engine, restarts_max: int = 3) -> None:
+        self.engines: list[Engine] = []
+        self.journal = TraceJournal()
+        self._given = list(engines)
+        self.keeper = EngineKeeper(
+            make_engine=self.make, setup=SETUP, restarts_max=restarts_max, journal=self.journal
+        )
+
+    def make(self) -> Engine:
+        """Return the next engine: those given, then good ones."""
+        self.engines.append(self._given.pop(0) if self._given else Engine())
+        return self.engines[-1]
+
+    def lost(self) -> list[str]:
+        """Return why engines were lost."""
+        return [str(entry.fields["detail"]) for entry in self.journal.named("engine.lost")]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[EngineKeeper]:
+        """Keep an engine beside the body."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.keeper.run)
+            yield self.keeper
+            nursery.cancel_scope.cancel()
+
+
+async def proved(keeper: EngineKeeper, version: int) -> None:
+    """Wait until the engine has proved this version."""
+    while keeper.version != version:
+        await keeper.changed.park()
+
+
+# --- versions ---------------------------------------------------------------------------------
+
+
+async def test_a_version_is_named_only_after_the_engine_has_proved_it(autojump_clock) -> None:
+    slot = Slot(Engine(load_s=5.0))
+    async with slot.running() as keeper:
+        await trio.sleep(1.0)
+        assert keeper.version is None
+        with pytest.raises(EngineError):
+            await keeper.generate([lease()])
+        keeper.offer(weights(3))
+        await trio.sleep(4.9)
+        assert keeper.version is None
+        assert slot.journal.named("version.loaded") == []
+        await trio.sleep(0.2)
+        assert keeper.version == 3
+        assert await keeper.wait_version() == 3
+        (answer,) = await keeper.generate([lease()])
+        assert {span.version for sample in answer.samples for span in sample.spans} == {3}
+
+
+async def test_who_waits_for_a_version_is_woken_by_its_proof(autojump_clock) -> None:
+    async with Slot().running() as keeper, trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def offer() -> None:
+            await trio.sleep(2.0)
+            keeper.offer(weights(0))
+
+        assert await keeper.wait_version() == 0
+        assert trio.current_time() >= 2.0
+
+
+async def test_the_newest_offer_counts_and_those_between_are_skipped(autojump_clock) -> None:
+    slot = Slot(Engine(load_s=1.0))
+    async with slot.running() as keeper:
+        for version in range(4):
+            keeper.offer(weights(version))
+            await trio.sleep(0.3)
+        await trio.sleep(5.0)
+        assert keeper.version == 3
+        assert slot.engines[0].loads == [0, 3]
+
+
+async def test_weights_wait_for_a_generation_under_way_and_the_next_one_uses_them(
+    autojump_clock,
+) -> None:
+    slot = Slot(Engine(seconds_per_token=1.0))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        versions: list[set[int]] = []
+
+        async def generate() -> None:
+            (answer,) = await keeper.generate([lease()])
+            versions.append({span.version for s in answer.samples for span in s.spans})
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(generate)
+            await trio.sleep(0.5)
+            keeper.offer(weights(1))
+            await trio.sleep(0.5)
+            assert keeper.version == 0
+            await proved(keeper, 1)
+            nursery.start_soon(generate)
+        assert versions == [{0}, {1}]
+
+
+async def test_memory_is_used_while_it_is_loaded_or_would_be_after_a_restart(
+    autojump_clock,
+) -> None:
+    old, new = weights(0), weights(1)
+    slot = Slot(Engine(load_s=1.0))
+    async with slot.running() as keeper:
+        keeper.offer(old)
+        await trio.sleep(0.5)
+        keeper.offer(new)
+        assert keeper.uses(old.state)
+        assert keeper.uses(new.state)
+        with trio.fail_after(10.0):
+            await keeper.wait_unused(old.state)
+        assert trio.current_time() >= 1.0
+        assert keeper.uses(new.state)
+        await proved(keeper, 1)
+        assert keeper.uses(new.state)
+        with trio.move_on_after(10.0) as scope:
+            await keeper.wait_unused(new.state)
+        assert scope.cancelled_caught
+
+
+async def test_memory_is_free_again_when_the_load_from_it_has_failed(autojump_clock) -> None:
+    old, new = weights(0), weights(1)
+    slot = Slot(Engine(load_s=1.0, faults=EngineFaults(die_at_load=1)))
+    async with slot.running() as keeper:
+        keeper.offer(old)
+        keeper.offer(new)
+        with trio.fail_after(10.0):
+            await keeper.wait_unused(old.state)
+        await proved(keeper, 1)
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        (EngineFaults(die_at_generate=1), "SIGKILL"),
+        (EngineFaults(hang_at_generate=1), "did not finish"),
+    ],
+    ids=["dies", "hangs"],
+)
+async def test_an_engine_that_fails_to_generate_is_replaced_and_proves_the_version_anew(
+    autojump_clock, faults: EngineFaults, why: str
+) -> None:
+    slot = Slot(Engine(faults=faults, timeout_s=50.0, seconds_per_token=1.0))
+    async with slot.running() as keeper:
+        keeper.offer(weights(2))
+        await proved(keeper, 2)
+        with pytest.raises(EngineError, match=why):
+            await keeper.generate([lease()])
+        assert keeper.version is None
+        with pytest.raises(EngineError, match="started again"):
+            await keeper.generate([lease()])
+        began = trio.current_time()
+        await proved(keeper, 2)
+        assert trio.current_time() - began == pytest.approx(BACK_OFF_S[0], abs=0.05)
+        assert len(await keeper.generate([lease()])) == 1
+        assert len(slot.engines) == 2
+        assert slot.engines[0].closed
+        (reason,) = slot.lost()
+        assert why in reason
+
+
+async def test_who_waits_for_a_hung_engine_is_told_to_take_its_work_back(autojump_clock) -> None:
+    slot = Slot(Engine(faults=EngineFaults(hang_at_generate=1), timeout_s=50.0))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        failed: list[str] = []
+
+        async def generate(name: str) -> None:
+            with pytest.raises(EngineError):
+                await keeper.generate([lease(name)])
+            failed.append(name)
+
+        async with trio.open_nursery() as nursery:
+            for name in "ab":
+                nursery.start_soon(generate, name)
+        assert sorted(failed) == ["a", "b"]
+
+
+async def test_an_engine_that_dies_while_it_loads_is_replaced(autojump_clock) -> None:
+    slot = Slot(Engine(load_s=1.0, faults=EngineFaults(die_at_load=2)))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        keeper.offer(weights(1))
+        await proved(keeper, 1)
+        assert [engine.loads for engine in slot.engines] == [[0, 1], [1]]
+
+
+async def test_an_engine_that_does_not_use_the_bits_it_was_given_is_refused_and_replaced(
+    autojump_clock,
+) -> None:
+    slot = Slot(Engine(faults=EngineFaults(wrong_weights_at_load=2)))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        keeper.offer(weights(1))
+        while keeper.version is not None:
+            assert keeper.version == 0  # never 1: that was not proved
+            await keeper.changed.park()
+        await proved(keeper, 1)
+        (reason,) = slot.lost()
+        assert "does not use the weights of version 1" in reason
+        assert [engine.closed for engine in slot.engines] == [True, False]
+
+
+async def test_a_digest_that_is_not_the_manifests_is_never_named(autojump_clock) -> None:
+    wrong = WeightState(Version(0), Digest(bytes(32)), weights(0).state)
+    slot = Slot(restarts_max=2)
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="does not use")):
+        async with slot.running() as keeper:
+            keeper.offer(wrong)
+            while True:
+                assert keeper.version is None
+                await keeper.changed.park()
+    assert len(slot.engines) == 3
+
+
+async def test_after_too_many_failures_in_a_row_it_gives_up_with_the_last_cause(
+    autojump_clock,
+) -> None:
+    slot = Slot(*(Engine(refuses=True) for _ in range(9)), restarts_max=3)
+    with pytest.raises(EngineError, match="no such device"):
+        await slot.keeper.run()
+    assert len(slot.engines) == 4
+    assert all(engine.closed for engine in slot.engines)
+    assert trio.current_time() == pytest.approx(sum(BACK_OFF_S[:3]), abs=0.01)
+    flags = [entry.fields["restarting"] for entry in slot.journal.named("engine.lost")]
+    assert flags == [True, True, True, False]
+
+
+async def test_pauses_grow_to_a_bound(autojump_clock) -> None:
+    slot = Slot(*(Engine(refuses=True) for _ in range(9)), restarts_max=7)
+    with pytest.raises(EngineError):
+        await slot.keeper.run()
+    times = [entry.at_s for entry in slot.journal.named("engine.lost")]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
+    wanted = [*BACK_OFF_S, BACK_OFF_S[-1], BACK_OFF_S[-1]]
+    assert pauses == pytest.approx(wanted, abs=0.01)
+
+
+async def test_a_proved_version_in_between_makes_patience_start_afresh(autojump_clock) -> None:
+    dying = [Engine(faults=EngineFaults(die_at_generate=1)) for _ in range(6)]
+    slot = Slot(*dying, restarts_max=1)
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        for _ in dying:
+            await proved(keeper, 0)
+            with pytest.raises(EngineError):
+                await keeper.generate([lease()])
+        await proved(keeper, 0)
+        assert len(slot.engines) == 7
+
+
+async def test_the_engine_is_closed_when_the_keeper_is_cancelled(autojump_clock) -> None:
+    slot = Slot(Engine(start_s=60.0))
+    async with slot.running():
+        await trio.sleep(1.0)
+    assert slot.engines[0].closed
+
+
+async def test_tokens_and_their_rate_are_measured(autojump_clock) -> None:
+    slot = Slot(Engine(seconds_per_token=0.5))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        (answer,) = await keeper.generate([lease()])
+        tokens = [sample.tokens.length for sample in answer.samples]
+        assert keeper.tokens_generated == sum(tokens)
+        first = sum(tokens) / (0.5 * max(tokens))
+        assert keeper.tokens_per_s == pytest.approx(first, rel=0.01)
+        await keeper.generate([lease("two"), lease("three")])
+        assert keeper.tokens_generated > sum(tokens)
+        assert keeper.tokens_per_s > first
