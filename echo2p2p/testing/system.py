@@ -105,6 +105,8 @@ class SimSharedMemory:
         Raises:
             StoreError: It would take more than the allowance.
         """
+        if name in {"", ".", ".."} or "/" in name or size <= 0:
+            raise LocalProtocolError(f"no block of {size} bytes can be called {name!r}")
         old = self._states.pop(name, None)
         if old is not None:
             old[0].close()

@@ -1,0 +1,132 @@
+"""One suite for the real and the simulated form of the small ports: streams, memory, offload."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from echo2p2p.errors import LinkError, LocalProtocolError
+from echo2p2p.net.memory import FileMemory
+from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.system import SystemEntropy, ThreadOffload
+from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.testing.network import SimNetwork
+from echo2p2p.testing.system import InlineOffload, SimEntropy, SimSharedMemory
+
+
+@asynccontextmanager
+async def tcp():
+    yield TcpStreams(), TcpStreams(), "127.0.0.1"
+
+
+@asynccontextmanager
+async def simulated():
+    network = SimNetwork()
+    network.add_node("one", latency_s=0.001)
+    network.add_node("two", latency_s=0.001)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(network.run)
+        yield network.node("one"), network.node("two"), "one"
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(params=[tcp, simulated], ids=["tcp", "simulated"])
+def forms(request):
+    return request.param
+
+
+async def read_all(stream) -> bytes:
+    return b"".join([bytes(data) async for data in stream])
+
+
+async def test_bytes_pass_both_ways_and_the_end_is_seen(forms):
+    async def answer(stream):
+        await stream.send_all((await read_all(stream)).upper())
+
+    async with forms() as (server, client, host), server.listen(Endpoint(host, 0), answer) as at:
+        assert at.port > 0, "port 0 becomes a real one"
+        stream = await client.dial(at, timeout_s=5)
+        async with stream:
+            await stream.send_all(b"x" * 300_000)
+            await stream.send_eof()
+            assert await read_all(stream) == b"X" * 300_000
+
+
+async def test_a_stream_is_closed_when_its_handler_returns(forms):
+    async def leave(stream):
+        await stream.send_all(b"bye")
+
+    async with (
+        forms() as (server, client, host),
+        server.listen(Endpoint(host, 0), leave) as at,
+        await client.dial(at, timeout_s=5) as stream,
+    ):
+        assert await read_all(stream) == b"bye"
+
+
+async def test_nobody_there_is_a_link_error(forms):
+    async def never(stream):
+        raise AssertionError
+
+    async with forms() as (server, client, host):
+        async with server.listen(Endpoint(host, 0), never) as at:
+            pass
+        with pytest.raises(LinkError, match=str(at.port)):
+            await client.dial(at, timeout_s=5)
+
+
+async def test_closing_the_listener_ends_its_handlers(forms):
+    ended = trio.Event()
+
+    async def endless(stream):
+        try:
+            await trio.sleep_forever()
+        finally:
+            ended.set()
+
+    async with forms() as (server, client, host):
+        async with server.listen(Endpoint(host, 0), endless) as at:
+            stream = await client.dial(at, timeout_s=5)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+        assert ended.is_set()
+        await trio.aclose_forcefully(stream)
+
+
+@pytest.fixture(params=["file", "simulated"])
+def memory(request, tmp_path):
+    return FileMemory(tmp_path) if request.param == "file" else SimSharedMemory(bytes_max=10_000)
+
+
+def test_a_block_is_zeroed_writable_and_replaced_under_its_name(memory):
+    first = memory.allocate("a", 100)
+    assert bytes(first.view) == bytes(100)
+    first.view[:3] = b"abc"
+    assert bytes(first.view[:3]) == b"abc"
+    second = memory.allocate("a", 50)
+    assert bytes(second.view) == bytes(50)
+    for block in (first, second):
+        block.close()
+        block.close()
+
+
+def test_names_are_plain_and_blocks_not_empty(memory):
+    for name, size in (("", 10), ("../a", 10), ("a", 0)):
+        with pytest.raises(LocalProtocolError):
+            memory.allocate(name, size)
+
+
+@pytest.mark.parametrize("offload", [ThreadOffload, InlineOffload])
+async def test_offloaded_work_gives_its_value_or_its_exception(offload):
+    port = offload()
+    assert await port.run(lambda: 6 * 7) == 42
+    with pytest.raises(ZeroDivisionError):
+        await port.run(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize("make", [SystemEntropy, lambda: SimEntropy(1)])
+def test_secrets_have_their_length_and_do_not_repeat(make):
+    entropy = make()
+    drawn = {entropy.secret(16) for _ in range(100)}
+    assert len(drawn) == 100
+    assert {len(secret) for secret in drawn} == {16}
+    assert entropy.rng("a").random() != entropy.rng("b").random()
