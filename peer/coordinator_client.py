@@ -61,7 +61,13 @@ def checked(response: Response, kind: type[ReplyT]) -> ReplyT:
         RemoteProtocolError: A 200 answer that is not a ``kind``.
     """
     if response.status == 200:
-        return codec.decode(response.body, kind)
+        try:
+            return codec.decode(response.body, kind)
+        except RemoteProtocolError as error:
+            detail = f"the coordinator's answer is not understood ({error.detail[:100]}); "
+            raise RemoteProtocolError(
+                error.violation, f"{detail}install the release that the run uses"
+            ) from error
     try:
         refusal = codec.decode(response.body, Refusal)
     except RemoteProtocolError as error:

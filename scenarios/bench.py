@@ -275,7 +275,7 @@ async def _build(
         tasks=tasks,
         info=info,
         settings=rollouts,
-        run_seed=0,
+        item_secret=bytes(32),
         entropy=entropy,
         journal=journal,
     )

@@ -372,6 +372,13 @@ async def test_names_and_addresses_that_would_harm_others_are_malformed(
     assert front.bench.state.members.live() == []
 
 
+async def test_long_names_and_hosts_pass_up_to_their_limit(autojump_clock, front: Front) -> None:
+    request = front.bench.request("x" * 100)
+    request = msgspec.structs.replace(request, relay=Address(host="h" * 255, port=65535))
+    answer = await front.ask("POST", "/join", request, secret=front.token.encode())
+    assert answer.status == 200
+
+
 def said(**changes: int) -> Measurements:
     return msgspec.structs.replace(membership.NO_MEASUREMENTS, **changes)
 
