@@ -231,6 +231,7 @@ def test_on_a_terminal_the_run_is_drawn_in_place_and_ctrl_c_leaves_the_terminal_
     raw = b""
     try:
         while b"ledger" not in raw or b"learner.ready" not in raw:
+            assert process.poll() is None, raw.decode(errors="replace")
             raw += os.read(ours, 65536)
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):  # the other side is closed
