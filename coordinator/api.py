@@ -57,6 +57,10 @@ COUNT_MAX: Final = 2**53
 """Of any counter that a peer reports; exact in JSON, and sums of them fit into a store's row."""
 INTAKE_FULL_RETRY_S: Final = 2.0
 NAME_CHARACTERS_MAX: Final = 100
+JOIN_BYTES_MAX: Final = 16 * 1024
+"""The store keeps it for each identity; an honest one takes less than 1 KiB."""
+HOLDINGS_MAX: Final = 256
+"""Kept for each member; an honest one has about 16."""
 HOST_CHARACTERS_MAX: Final = 255
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -437,6 +441,9 @@ def _checked_join(message: JoinRequest) -> JoinRequest:
         and relay.host.isprintable()
     ):
         raise RemoteProtocolError(Violation.MALFORMED, "the relay's address cannot be dialled")
+    if len(codec.encode(message)) > JOIN_BYTES_MAX:
+        detail = f"a join takes at most {JOIN_BYTES_MAX} bytes"
+        raise RemoteProtocolError(Violation.MALFORMED, detail)
     return message
 
 
@@ -444,7 +451,8 @@ def _check_figures(beat: Heartbeat) -> None:
     """Refuse figures that cannot be: they would be stored, summed and shown.
 
     Raises:
-        RemoteProtocolError: Negative, infinite, not a number, or beyond `COUNT_MAX`.
+        RemoteProtocolError: Negative, infinite, not a number, or beyond `COUNT_MAX`; or more
+            payloads than a peer keeps.
     """
     said = beat.measurements
     counts = (
@@ -460,6 +468,9 @@ def _check_figures(beat: Heartbeat) -> None:
         raise RemoteProtocolError(Violation.MALFORMED, f"a count is not in 0..{COUNT_MAX}")
     if not all(0.0 <= figure < math.inf for figure in figures):
         raise RemoteProtocolError(Violation.MALFORMED, "a figure is negative or not finite")
+    if len(beat.holdings) > HOLDINGS_MAX or any(len(each) != 16 for each in beat.holdings):
+        detail = f"holdings are manifest ids, {HOLDINGS_MAX} at most"
+        raise RemoteProtocolError(Violation.MALFORMED, detail)
 
 
 def _wait_s(asked: float) -> float:

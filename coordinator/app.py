@@ -30,7 +30,7 @@ from coordinator.run_state import RunState
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import TaskInfo, TaskSetup, TaskWorker
 from coordinator.training import Shelf, StepRecord, Trainer
-from echo2p2p.errors import EchoError, EngineError, StoreError
+from echo2p2p.errors import ConfigError, EchoError, EngineError, StoreError
 from echo2p2p.ids import SOURCE, Generation, Step
 from echo2p2p.net.ports import (
     Blobs,
@@ -322,7 +322,7 @@ class CoordinatorApp:
             nonlocal failure
             try:
                 await part()
-            except EngineError as error:  # the task cannot be kept alive: peers are to hear of it
+            except (EngineError, ConfigError) as error:  # the task's: peers are to hear of it
                 failure = error
                 scope.cancel()
 
@@ -336,7 +336,7 @@ class CoordinatorApp:
                 with scope:
                     services.start_soon(self._stop_when_told, scope)
                     await trainer.run()
-            except EngineError as error:
+            except (EngineError, ConfigError) as error:
                 failure = error
             self._state.outcome = "finished" if failure is None else "failed"
             self._state.leasing = False

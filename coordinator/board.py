@@ -11,7 +11,7 @@ the time goes into it, however many people watch; the counts come from the store
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 import trio
 
@@ -30,6 +30,8 @@ from echo2p2p.rollouts.batch import GroupQueue
 
 STATUS_AGE_S: Final = 1.0
 """A status is told to others for so long before it is made anew."""
+GONE_SHOWN_MAX: Final = 1000
+"""Peers that are gone and still have a row of their own: those of whom most was accepted."""
 STATUS_SHARE: Final = 0.05
 """Part of the time that may go into making statuses."""
 
@@ -190,7 +192,17 @@ class Board:
                     "relayed_bytes": traffic.get(stored.peer_id, 0),
                 }
             )
-        return rows
+        return _shown(rows)
+
+
+def _shown(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Leave out those that are gone and did least, if there are too many."""
+    gone = sorted(
+        (row for row in rows if row["state"] == "gone"),
+        key=lambda row: -cast("int", row["accepted"]),
+    )
+    hidden = {row["peer"] for row in gone[GONE_SHOWN_MAX:]}
+    return [row for row in rows if row["peer"] not in hidden]
 
 
 def _now(member: Member | None, latest: int | None, term_s: float) -> dict[str, object]:

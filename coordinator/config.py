@@ -31,6 +31,8 @@ UPLOAD_BYTES_PER_SAMPLE: Final = 1024
 """Names of fields, and spans of a few versions."""
 GROUP_BYTES_PER_SAMPLE: Final = 1024
 """Two arrays and what surrounds them, in memory."""
+BATCH_BYTES_MAX: Final = 3 * 1024 * MIB
+"""Of answers in one call of the learner; a message to a child takes 4 GiB with its prompts."""
 UPLOAD_BYTES_BASE: Final = 64 * 1024
 """What is not worth counting."""
 
@@ -254,6 +256,12 @@ class Settings(Section):
             raise ValueError(
                 f"rollouts.queue_bytes_max {rollouts.queue_bytes_max} holds no whole batch of "
                 f"{batch_bytes} bytes; raise it, or lower tokens_max or prompts_per_step"
+            )
+        if batch_bytes > BATCH_BYTES_MAX:
+            raise ValueError(
+                f"rollouts.prompts_per_step {rollouts.prompts_per_step} makes batches of up to "
+                f"{batch_bytes} bytes; the learner takes {BATCH_BYTES_MAX} at once; lower it, "
+                "or tokens_max"
             )
         if membership.term_s < 2 * membership.heartbeat_s:
             raise ValueError(

@@ -211,6 +211,7 @@ class Intake:
 
         Raises:
             ChildError: The task worker is gone and could not be started again.
+            ConfigError: Nor ever could be, with these settings.
         """
         while True:
             while not self._unscored:

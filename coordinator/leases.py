@@ -23,7 +23,7 @@ from coordinator.run_state import RunState
 from coordinator.schema import OpenLease
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import Opening, TaskInfo
-from echo2p2p.errors import ChildError
+from echo2p2p.errors import ChildError, ConfigError
 from echo2p2p.ids import Incarnation, LeaseId, PeerId, Version
 from echo2p2p.limits import LEASES_PER_CALL_MAX
 from echo2p2p.net.ports import Entropy, Journal
@@ -87,7 +87,7 @@ class LeaseDesk:
         self._next_item = 0
         self._granting = trio.Lock()
         self._failed = trio.Event()
-        self._failure: ChildError | None = None
+        self._failure: ChildError | ConfigError | None = None
 
     async def load(self) -> None:
         """Take up the leases that were in flight when we last stopped."""
@@ -139,7 +139,7 @@ class LeaseDesk:
         seeds = self._draw(count)
         try:
             openings = await self._tasks.open(seeds)
-        except ChildError as error:
+        except (ChildError, ConfigError) as error:
             self._failure = error
             self._failed.set()
             return []
@@ -293,6 +293,7 @@ class LeaseDesk:
 
         Raises:
             ChildError: The task worker is gone and could not be started again.
+            ConfigError: Nor ever could be, with these settings.
         """
         while True:
             now = trio.current_time()

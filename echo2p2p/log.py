@@ -22,7 +22,7 @@ import datetime
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Protocol, TextIO
@@ -30,6 +30,7 @@ from typing import Final, Literal, Protocol, TextIO
 import structlog
 
 from echo2p2p.errors import ConfigError
+from echo2p2p.net.disk_errors import chosen_error
 from echo2p2p.net.ports import WallClock
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -212,7 +213,8 @@ class _FileSink:
 
     def close(self) -> None:
         """Close the file."""
-        self._stream.close()
+        with suppress(OSError):  # a full disk refuses once more what it has refused before
+            self._stream.close()
 
 
 class _Sinks:
@@ -288,6 +290,7 @@ def open_journal(
 
     Raises:
         ConfigError: ``file`` cannot be written.
+        StoreError: It could be if the disk had room.
     """
     shown = _JsonSink(stream) if form == "json" else _HumanSink(stream)
     sinks: list[tuple[_Sink, Level]] = [(shown, lowest)]
@@ -296,7 +299,6 @@ def open_journal(
             try:
                 lines = stack.enter_context(closing(_FileSink(file)))
             except OSError as error:
-                detail = f"cannot write {file} ({error.strerror}): choose another file"
-                raise ConfigError("log.file", detail) from error
+                raise chosen_error("log.file", f"write {file}", error) from error
             sinks.append((lines, "debug"))
         yield StructlogJournal(_Sinks(sinks, clock), {})

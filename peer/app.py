@@ -59,7 +59,7 @@ from echo2p2p.wire.messages import (
     LayoutTable,
 )
 from peer.config import PeerSettings
-from peer.coordinator_client import BusyError, fetch_ca
+from peer.coordinator_client import STARTING, BusyError, fetch_ca
 from peer.coordinator_client import join as send_join
 from peer.engine.base import Engine, EngineSetup
 from peer.figures import PeerFigures, Tally
@@ -204,7 +204,11 @@ class PeerApp:
     # --- joining ------------------------------------------------------------------------------
 
     async def _patiently(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Try until ``join_timeout_s`` is over, with one line a try."""
+        """Try until ``join_timeout_s`` is over, with one line a try.
+
+        A coordinator that says that it is starting is waited for as long as it says so: building
+        a large model, and warming it up, may take hours.
+        """
         deadline_s = trio.current_time() + self._settings.join_timeout_s
         tries = 0
         while True:
@@ -213,6 +217,8 @@ class PeerApp:
             except BusyError as busy:
                 error: HttpError = busy
                 pause_s = busy.retry_after_s
+                if busy.reason == STARTING:
+                    deadline_s = trio.current_time() + self._settings.join_timeout_s
             except HttpError as unreachable:
                 error = unreachable
                 pause_s = PAUSE_S[min(tries, len(PAUSE_S) - 1)]

@@ -34,6 +34,9 @@ UPLOAD_TIMEOUT_S: Final = 120.0
 NOT_A_MEMBER: Final = "not_a_member"
 """Reason of a refusal after which the peer must join again."""
 
+STARTING: Final = "starting"
+"""Reason of a refusal by a coordinator whose learner is not up yet."""
+
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 

@@ -20,7 +20,7 @@ from typing import Final
 
 import trio
 
-from echo2p2p.errors import ChildError, EngineError
+from echo2p2p.errors import ChildError, ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
 from echo2p2p.limits import LEASES_PER_CALL_MAX
 from echo2p2p.net.ports import Journal, SharedState
@@ -90,7 +90,7 @@ class EngineKeeper:
         self._leases_max: int | None = None
         self.version: Version | None = None
         """Proved by the engine that is up now."""
-        self.failure: EngineError | None = None
+        self.failure: EngineError | ConfigError | None = None
         """Why the keeper has given up."""
         self.changed = trio.lowlevel.ParkingLot()
         """Unparked whenever `version`, the wanted state or the engine changes."""
@@ -196,6 +196,9 @@ class EngineKeeper:
             self._first_proof_s, self._worked = None, False
             try:
                 await self._live(engine)
+            except ConfigError as error:
+                self.failure = error
+                raise
             except EngineError as error:
                 self._fail(error)
                 failures = 1 if self._was_healthy() else failures + 1

@@ -30,7 +30,7 @@ from peer.engine.calls import LoadCall
 from scenarios.parts import FakeEngine
 
 T = TypeVar("T")
-SLOW_S: Final = 2.0
+SLOW_S: Final = 4.0
 """Of work, without a word, in a slow start."""
 
 

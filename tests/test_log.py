@@ -130,7 +130,7 @@ def test_a_file_gets_json_lines_whatever_the_terminal_gets(tmp_path: Path) -> No
 
 def test_a_file_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="choose another file"),
+        pytest.raises(ConfigError, match="no such folder: make it"),
         open_journal(io.StringIO(), FixedClock(), file=tmp_path / "nowhere" / "x"),
     ):
         raise AssertionError

@@ -39,6 +39,7 @@ from echo2p2p.net.child_worker import (
     Beat,
     Call,
     Failure,
+    FrameTooLongError,
     FromChild,
     Progress,
     Reply,
@@ -196,7 +197,10 @@ class ChildProcess:
         stream = self._stream
         if self._broken is not None or stream is None:
             raise self._error(self._broken or "it was closed")
-        frame = encode_frame(Call(method=method, body=encode_body(argument)))
+        try:
+            frame = encode_frame(Call(method=method, body=encode_body(argument)))
+        except FrameTooLongError as error:
+            raise self._error(f"{method!r} was not asked: {error}", last_words=False) from error
         self._idle = trio.Event()
         self._broken = f"its call {method!r} was cancelled"
         try:

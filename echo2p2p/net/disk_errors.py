@@ -1,4 +1,4 @@
-"""What a disk refuses, as one line with cause and mend. Child processes use it too: no trio here."""
+"""What a disk refuses, as one line with cause and mend. Child processes use it: no trio here."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _MENDS: Final = {
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.EACCES: "not allowed: give this user the right to write there",
     errno.EPERM: "not allowed: give this user the right to write there",
+    errno.ENOENT: "there is no such folder: make it, or choose another",
     errno.ENOTDIR: "a part of this path is a file: choose another folder",
     errno.EEXIST: "there is something of this name already: move it away",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
@@ -40,6 +41,13 @@ def guard_disk(doing: str) -> Iterator[None]:
         raise disk_error(doing, error) from error
 
 
+def chosen_error(setting: str, doing: str, error: OSError) -> ConfigError | StoreError:
+    """Return ``error`` at a path that a user has chosen: a wrong choice, or a disk without room."""
+    known = disk_error(doing, error)
+    full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}
+    return known if full else ConfigError(setting, str(known))
+
+
 def make_folders(setting: str, *folders: Path) -> None:
     """Make folders that a user has chosen, if they are not there.
 
@@ -54,11 +62,12 @@ def make_folders(setting: str, *folders: Path) -> None:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK | os.X_OK):
-                read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
-                raise OSError(errno.EROFS if read_only else errno.EACCES, "")
+            _check_writable(folder)
         except OSError as error:
-            known = disk_error(f"write {folder}", error)
-            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
-                raise known from error
-            raise ConfigError(setting, str(known)) from error
+            raise chosen_error(setting, f"write {folder}", error) from error
+
+
+def _check_writable(folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        raise OSError(errno.EROFS if read_only else errno.EACCES, "")

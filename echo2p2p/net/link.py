@@ -28,7 +28,6 @@ from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.handshake import Authenticated, Handshake, Self
 from echo2p2p.wire.messages import Goodbye, Have, Hello, Offer, Ping, Pong, Proof, RelayFrame
 
-
 FRAME_BYTES: Final = 256
 """Of a frame in memory, beside what it carries."""
 

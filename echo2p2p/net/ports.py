@@ -271,8 +271,10 @@ class Blobs(Protocol):
         ...
 
     async def map(self, name: str) -> memoryview:
-        """Return the whole content, read-only, without loading it: memory that the system may
-        take back at any time, as the disk has it too. It stays readable after `delete`.
+        """Return the whole content, read-only, without loading it.
+
+        It is memory that the system may take back at any time, as the disk has it too. It stays
+        readable after `delete`.
 
         Raises:
             StoreError: There is none, or the disk refused.

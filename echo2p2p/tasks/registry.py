@@ -59,7 +59,7 @@ def _load(name: str, options: Mapping[str, object]) -> Task:
     module_name, _, attribute = name.partition(":")
     try:
         maker: object = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         mend = "install it beside this package, or put its folder into PYTHONPATH"
         raise ConfigError(
             "task.name", f"cannot import {module_name} ({_told(error)}): {mend}"
@@ -70,7 +70,7 @@ def _load(name: str, options: Mapping[str, object]) -> Task:
         raise ConfigError("task.name", f"{module_name} has no class {attribute}")
     try:
         task = maker(**options)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         given = ", ".join(sorted(options)) or "none"
         raise ConfigError(
             "task.options", f"{name} does not take them ({_told(error)}); given: {given}"

@@ -13,7 +13,6 @@ from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedState
 from echo2p2p.wire.messages import LayoutTable, Lease, Sample
 
-
 GENERATE_TIMEOUT_S: Final = 1800.0
 """For whoever knows no better."""
 

@@ -11,7 +11,7 @@ from coordinator.publish import WeightBytes
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.wire.messages import Measurements
-from scenarios.bench import ROLLOUTS, heartbeat, open_bench, right_answers
+from scenarios.middle import ROLLOUTS, heartbeat, open_bench, right_answers
 
 SUMMARY_KEYS = {
     *("outcome", "run", "reward_version0", "reward_first", "reward_last", "steps", "wall_s"),

@@ -3,6 +3,7 @@
 import pytest
 import trio
 
+from coordinator import board as board_module
 from coordinator import intake as intake_module
 from coordinator import membership as membership_module
 from coordinator import publish as publish_module
@@ -17,7 +18,7 @@ from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.wire.messages import Signed, Upload
 from scenarios import first_light
-from scenarios.bench import ROLLOUTS, Bench, open_bench, right_answers
+from scenarios.middle import ROLLOUTS, Bench, open_bench, right_answers
 from scenarios.parts import InlineTaskWorker
 from scenarios.world import World
 
@@ -72,6 +73,13 @@ async def test_a_whole_batch_always_fits_or_nothing_would_ever_be_trained(autoju
 def test_a_queue_that_holds_no_batch_is_a_wrong_setting() -> None:
     with pytest.raises(ValueError, match="queue_bytes_max 100000 holds no whole batch"):
         Settings.model_validate({"rollouts": {"queue_bytes_max": 100_000}})
+
+
+def test_a_batch_that_no_message_to_the_learner_can_hold_is_a_wrong_setting() -> None:
+    large = {"prompts_per_step": 4096, "samples_per_prompt": 16, "tokens_max": 16_384}
+    large["queue_bytes_max"] = 1 << 40
+    with pytest.raises(ValueError, match=r"batches of up to \d+ bytes; the learner takes"):
+        Settings.model_validate({"rollouts": large})
 
 
 class Short(InlineTaskWorker):
@@ -197,3 +205,12 @@ async def test_of_a_payload_that_is_gone_only_its_size_is_kept(bench: Bench) -> 
     assert [row.manifest_id for row in await bench.book.payloads()] == [rows[0].manifest_id]
     count, total, inverses = await bench.book.delta_sizes()
     assert (count, total, inverses) == (2, 400, pytest.approx(1 / 150 + 1 / 250))
+
+
+async def test_of_peers_that_are_gone_the_best_are_shown(autojump_clock, monkeypatch) -> None:
+    monkeypatch.setattr(board_module, "GONE_SHOWN_MAX", 2)
+    rows = [
+        {"peer": name, "state": "gone" if name in "abcd" else "active", "accepted": place}
+        for place, name in enumerate("dacbxy")
+    ]
+    assert [row["peer"] for row in board_module._shown(rows)] == ["c", "b", "x", "y"]

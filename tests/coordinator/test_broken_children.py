@@ -1,5 +1,6 @@
 """A learner or a task that cannot work ends the run: in one line, for everybody, with its code."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -74,8 +75,19 @@ def test_a_learner_that_finds_no_memory_is_tried_again_with_growing_pauses(monke
     assert len(lives) == 1 + spec_of().settings.learner.restarts_max
     lost = world.trace.named("learner.lost")
     assert [entry.fields["restarting"] for entry in lost] == [True] * 5 + [False]
-    pauses = [b.at_s - a.at_s - 5.0 for a, b in zip(lost, lost[1:], strict=False)]
+    pauses = [after.at_s - before.at_s - 5.0 for before, after in itertools.pairwise(lost)]
     assert pauses == pytest.approx([0.2, 1.0, 3.0, 10.0, 10.0], abs=0.1)
+
+
+def test_a_learner_that_starts_for_an_hour_is_waited_for_by_everybody() -> None:
+    world = World(replace(spec_of(), learner_start_s=3600.0, learner_faults=()), seed=5)
+    play(world)
+    assert world.summary is not None
+    assert world.summary["outcome"] == "finished"
+    assert world.trace.named("learner.lost") == []
+    first = world.trace.named("step.done")[0]
+    assert first.at_s > 3600.0
+    assert world.breaches == []
 
 
 def test_a_learner_that_dies_in_a_late_step_goes_on_from_its_checkpoint() -> None:

@@ -10,7 +10,7 @@ from echo2p2p.ids import Step, Version
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.system import SimSharedMemory
 from echo2p2p.weights.layout import Layout
-from scenarios.bench import Bench, open_bench, right_answers
+from scenarios.middle import Bench, open_bench, right_answers
 from scenarios.parts import FakeLearner
 from scenarios.world import MemoryShelf
 

@@ -19,7 +19,7 @@ from echo2p2p.tasks.base import Verdict
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.wire.arrays import to_tokens
 from echo2p2p.wire.messages import Lease, Upload, UploadReply
-from scenarios.bench import Bench, open_bench, right_answers, sample
+from scenarios.middle import Bench, open_bench, right_answers, sample
 from scenarios.parts import InlineTaskWorker
 
 

@@ -16,7 +16,7 @@ from echo2p2p.rollouts.ledger import Place
 from echo2p2p.rollouts.trajectory import Reason
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.wire.messages import Lease
-from scenarios.bench import ROLLOUTS, Bench, open_bench, right_answers
+from scenarios.middle import ROLLOUTS, Bench, open_bench, right_answers
 from scenarios.parts import InlineTaskWorker
 
 ROOM = 4
@@ -215,26 +215,6 @@ async def test_a_poll_is_woken_by_whatever_makes_room(
         (again,) = await bench.lease(member, wait_s=20.0)
     assert again.lease_id != first.lease_id
     assert trio.current_time() - began == pytest.approx(5.0, abs=0.1)
-
-
-async def test_an_accepted_upload_and_another_peers_heartbeat_wake_no_poll_for_work(
-    autojump_clock, bench: Bench
-) -> None:
-    # A thousand polls may wait, and an upload comes every few milliseconds.
-    member, other = await bench.ready("p"), await bench.ready("q")
-    leases = await bench.lease(member)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(bench.intake.run)
-        nursery.start_soon(bench.state.work.park, other.peer_id)
-        await wait_all_tasks_blocked()
-        await answered(bench, "p", leases)
-        bench.beat(member, 1)
-        await trio.sleep(1.0)
-        assert len(bench.state.work) == 1
-        bench.beat(other, 1)
-        await trio.sleep(1.0)
-        assert len(bench.state.work) == 0
-        nursery.cancel_scope.cancel()
 
 
 async def test_a_poll_is_woken_by_the_heartbeat_that_tells_a_newer_version(

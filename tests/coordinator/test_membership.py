@@ -10,7 +10,7 @@ from coordinator.membership import Duplicate, Full, Joined, Member, Membership, 
 from echo2p2p.ids import Incarnation, PeerId, Version
 from echo2p2p.limits import PROTOCOL
 from echo2p2p.wire.messages import Address, Caps, Hardware, JoinRequest
-from scenarios.bench import heartbeat
+from scenarios.middle import heartbeat
 
 TERM_S = 10.0
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")

@@ -15,7 +15,7 @@ from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.system import SimEntropy
 from echo2p2p.wire.messages import Address, Measurements, MemberCard, Plan
 from echo2p2p.wire.signing import open_record
-from scenarios.bench import LAYOUT, Bench, heartbeat, open_bench
+from scenarios.middle import LAYOUT, Bench, heartbeat, open_bench
 
 
 @pytest.fixture

@@ -256,10 +256,14 @@ class Failing(InlineTaskWorker):
 async def test_a_task_that_fails_on_every_item_is_given_up_after_a_while(autojump_clock) -> None:
     keeper = TaskKeeper(make_worker=Failing, setup=SETUP, journal=TraceJournal())
     await keeper.start()
-    with pytest.raises(ChildError, match=r"no prompt for any item in 12\d s.*no such book"):
+
+    async def go_on() -> None:
         while trio.current_time() < 10 * PATIENCE_S:
             assert all(isinstance(item, Failed) for item in await keeper.open(range(8)))
             await trio.sleep(1.0)
+
+    with pytest.raises(ChildError, match=r"no prompt for any item in 12\d s.*no such book"):
+        await go_on()
     assert trio.current_time() == pytest.approx(PATIENCE_S, abs=2.0)
 
 
@@ -293,7 +297,11 @@ async def test_items_that_kill_their_worker_use_patience_up_sooner(autojump_cloc
     factory = Factory(*(Killing() for _ in range(200)))
     keeper = keeper_of(factory)
     await keeper.start()
-    with pytest.raises(ChildError, match="no reward for any answer.*SIGKILL"):
+
+    async def go_on() -> None:
         for _ in range(FAILURES_MAX // LOSS_WEIGHT + 1):
             await keeper.score(await answers([1]))
             await trio.sleep(PATIENCE_S / 4)
+
+    with pytest.raises(ChildError, match=r"no reward for any answer.*SIGKILL"):
+        await go_on()

@@ -20,7 +20,7 @@ from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.system import SimEntropy
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import CaReply, Refusal
-from scenarios.bench import open_bench
+from scenarios.middle import open_bench
 
 
 class Weights:

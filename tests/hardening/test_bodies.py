@@ -19,6 +19,7 @@ import pytest
 import trio
 
 from coordinator.api import Api, Secrets
+from coordinator.config import RolloutsSection
 from echo2p2p.limits import HTTP_BODY_BYTES_MAX, MIB
 from echo2p2p.net import routing
 from echo2p2p.net.aio import AioHttpClients, AioHttpServer, HttpLimits, open_aio
@@ -41,7 +42,7 @@ from echo2p2p.wire.messages import (
     Upload,
     UploadReply,
 )
-from scenarios.bench import Bench, heartbeat, open_bench, right_answers, sample
+from scenarios.middle import Bench, heartbeat, open_bench, right_answers, sample
 
 LIMITS = HttpLimits(close_s=0.2, bodies_bytes_max_each=3 * MIB)
 
@@ -470,3 +471,16 @@ async def test_while_too_much_waits_to_be_scored_uploads_are_put_off_and_nothing
         while len(front.bench.queue) < 2:
             await front.bench.state.changed.park()
         nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(("samples", "tokens"), [(2, 1), (2, 8), (8, 256), (16, 4096), (1024, 64)])
+def test_the_longest_honest_upload_fits(samples: int, tokens: int) -> None:
+    section = RolloutsSection(samples_per_prompt=samples, tokens_max=tokens)
+    one = Sample(
+        tokens=from_tokens([2**31] * tokens),
+        logprobs=from_logprobs([-1.0] * tokens),
+        spans=[Span(version=2**40, start=2**20, end=2**20)] * min(8, tokens),
+        finish="length",
+    )
+    upload = Upload(incarnation=2**40, lease_id="x" * 64, samples=[one] * samples, seconds=1.0)
+    assert len(codec.encode(upload)) < section.upload_bytes_max <= HTTP_BODY_BYTES_MAX

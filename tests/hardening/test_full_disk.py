@@ -114,6 +114,44 @@ def test_without_a_full_disk_there_is_one_life():
     assert trial.world.disk.writes > 60
 
 
+class FullShelf(dict[str, bytes]):
+    """Checkpoints on a disk that is full from a step on."""
+
+    full_from_step: int | None = 4
+
+    def __setitem__(self, name: str, value: bytes) -> None:
+        if self.full_from_step is not None and int(name[-6:]) >= self.full_from_step:
+            raise StoreError(f"cannot write {name}: the disk is full: free some space")
+        super().__setitem__(name, value)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_no_learner_is_tried_in_vain():
+    async def story() -> None:
+        trial = Trial(None)
+        shelf = trial.world.checkpoints = FullShelf()
+        trials.append(trial)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trial.world.network.run)
+            for name in ("ann", "bob"):
+                nursery.start_soon(trial.world.run_peer, name)
+            with trio.fail_after(100.0):
+                await trial.live()
+                assert trial.world._learner_lives == 1
+                assert trial.world.summary is None
+                shelf.full_from_step = None
+                await trial.live()
+            nursery.cancel_scope.cancel()
+        await trial.check()
+
+    trials: list[Trial] = []
+    run_virtual(story, seed=2)
+    (trial,) = trials
+    (failure,) = trial.failures
+    assert failure == "cannot write checkpoints/step-000004: the disk is full: free some space"
+    assert trial.world.summary["outcome"] == "finished"
+    assert trial.world.breaches == []
+
+
 KS = [1, 2, 5, 8, 25, 36, *sorted(random.Random(1).sample(range(9, 70), 5))]
 """At 36 there were two whole batches of unscored uploads, and nothing else would come."""
 

@@ -13,6 +13,7 @@ from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.relays import RelayNet
+from echo2p2p.wire.messages import Reject
 
 RATE = 1_000_000.0
 PEERS = ("p0", "p1", "p2", "p3")
@@ -33,7 +34,7 @@ def limited(limits: Limits) -> type[RelayNode]:
 
 
 @contextlib.asynccontextmanager
-async def mesh(kind: type[RelayNode] = RelayNode):
+async def mesh(kind: type[RelayNode] = RelayNode, others: type[RelayNode] = RelayNode):
     """Yield a network of a source and four peers, all linked, the first of them of ``kind``."""
     network = SimNetwork()
     for name in ("source", *PEERS):
@@ -42,7 +43,7 @@ async def mesh(kind: type[RelayNode] = RelayNode):
         nursery.start_soon(network.run)
         relays = RelayNet(nursery, network.node)
         for name in ("source", *PEERS):
-            await relays.start(name, kind=kind if name == "p0" else RelayNode)
+            await relays.start(name, kind=kind if name == "p0" else others)
         relays.link_up()
         await relays.wait_linked()
         yield network, relays
@@ -68,14 +69,25 @@ async def test_a_peer_that_relays_nothing_takes_what_it_needs_and_holds_nobody_u
         assert sent(relays, "p0") > before + 0.05 * SIZE, "and relays again"
 
 
-async def test_anchors_are_not_relayed_either(autojump_clock):
-    async with mesh() as (_, relays):
-        relays.members["p0"].node.relaying = False
+async def test_anchors_are_not_relayed_either_and_who_asks_is_told_at_once(autojump_clock):
+    told = []
+
+    class Noting(RelayNode):
+        def receive_frame(self, peer_id, message) -> None:
+            if isinstance(message, Reject):
+                told.append((peer_id, message.reason))
+            super().receive_frame(peer_id, message)
+
+    async with mesh(others=Noting) as (_, relays):
+        p0 = relays.members["p0"].node
+        p0.relaying = False
         payload = relays.keys.payload(1, SIZE, anchor=True)
-        for member in relays.peers:
+        p0.publish(payload.signed, payload.assembly, push=False)
+        for member in relays.peers[1:]:
             member.node.follow(payload.signed, push=False)
         await relays.broadcast(payload, push=False)
         assert sent(relays, "p0") == 0
+        assert (relays.peer_id("p0"), "busy") in told
 
 
 @pytest.mark.parametrize("limit", [50_000.0, 300_000.0])

@@ -266,10 +266,10 @@ async def test_the_system_kills_a_child_before_its_parent(child):
 
 async def test_a_child_that_works_without_a_word_beats_and_one_that_waits_does_not(child):
     await child.call("echo", b"", bytes, timeout_s=20)
-    worked = await child.call("work_beating", 1.5, float, timeout_s=None, silence_s=0.75)
-    assert worked == 1.5, "it gave no sign of life but its pulse"
-    with pytest.raises(ChildError, match=r"no sign of life for 0\.75 s"):
-        await child.call("wait_beating", 30.0, type(None), timeout_s=None, silence_s=0.75)
+    worked = await child.call("work_beating", 3.0, float, timeout_s=None, silence_s=1.5)
+    assert worked == 3.0, "it gave no sign of life but its pulse"
+    with pytest.raises(ChildError, match=r"no sign of life for 0\.5 s"):
+        await child.call("wait_beating", 30.0, type(None), timeout_s=None, silence_s=0.5)
 
 
 async def test_a_wrong_setting_comes_back_as_what_it_is_and_other_errors_by_their_class(child):
@@ -295,3 +295,10 @@ async def test_a_long_log_is_moved_aside(tmp_path, monkeypatch):
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept in (["child.log", "child.log.1"], ["child.log.1"])
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 200_000
+
+
+async def test_a_question_that_is_too_long_is_not_asked_and_the_child_lives_on(child, monkeypatch):
+    monkeypatch.setattr(child_worker, "FRAME_BYTES_MAX", 1000)
+    with pytest.raises(ChildError, match="'echo' was not asked: a message of 1"):
+        await child.call("echo", bytes(1000), bytes, timeout_s=20)
+    assert await child.call("echo", b"x", bytes, timeout_s=20) == b"x"

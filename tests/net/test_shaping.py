@@ -190,6 +190,17 @@ async def test_a_full_disk_is_reported_once_and_stops_nobody(autojump_clock):
     assert [entry.name for entry in journal.entries] == ["traffic.not_saved"]
 
 
+async def test_what_is_charged_is_waited_for_by_whoever_comes_next(autojump_clock):
+    mine = shaper(Limits(upload_bytes_per_s=1e6, download_bytes_per_s=5e5))
+    mine.charge_sent(MB)
+    mine.charge_received(MB)
+    assert trio.current_time() == 0.0
+    await mine.before_sending(1)
+    assert trio.current_time() == pytest.approx(1.0)
+    await mine.after_receiving(1)
+    assert trio.current_time() == pytest.approx(2.0)
+
+
 async def test_without_a_cap_nothing_is_kept(autojump_clock):
     log = Log(DayTraffic(0.0, 10**15))
     mine = shaper(Limits(upload_bytes_per_s=1e9), log)
@@ -340,6 +351,24 @@ async def test_a_real_socket_is_held_to_both_limits_within_5_percent():
         nursery.start_soon(measure, "up", real(), None)
         nursery.start_soon(measure, "down", None, real())
     assert rates == pytest.approx({"up": rate, "down": rate}, rel=0.05)
+
+
+async def test_streams_of_a_limited_peer_have_small_buffers_at_either_end():
+    limited, accepted, dialled = TcpStreams(receive_buffer_bytes=20_000), [], []
+
+    def size(stream: trio.SocketStream) -> int:
+        return stream.socket.getsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF)
+
+    async def note(stream: trio.SocketStream) -> None:
+        accepted.append(size(stream))
+
+    async with limited.listen(Endpoint("127.0.0.1", 0), note) as at:
+        for streams in (TcpStreams(), limited):
+            async with await streams.dial(at, timeout_s=5) as stream:
+                dialled.append(size(stream))
+                assert await stream.receive_some(1) == b""
+    assert accepted == [40_000, 40_000], "Linux doubles what is asked"
+    assert dialled[0] > dialled[1] == 40_000
 
 
 def test_only_a_limited_download_has_small_buffers():

@@ -304,7 +304,7 @@ async def test_a_file_that_is_no_database_is_a_store_error(tmp_path: Path) -> No
 
 
 async def test_a_missing_folder_is_a_store_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="No such file"):
+    with pytest.raises(StoreError, match="no such folder: make it"):
         async with SqliteStore.open(tmp_path / "nowhere" / "state.db", SCHEMA):
             raise AssertionError
 

@@ -14,39 +14,25 @@ from echo2p2p.net.memory import FileMemory
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.weights.state import state_digest
-from echo2p2p.wire.arrays import from_tokens
-from echo2p2p.wire.messages import Lease, Sampling
 from peer.engine.base import EngineSetup
 from peer.engine.client import HfEngineProcess
 from peer.keeper import EngineKeeper, WeightState
 from scenarios import first_light
 from scenarios import world as world_module
-from scenarios.bench import LAYOUT
+from scenarios.bad_engine import SLOW_S
+from scenarios.middle import LAYOUT
+from scenarios.middle import loose_lease as lease
 from scenarios.parts import EngineFaults, FakeEngine
 from scenarios.world import World
 
-
-def lease(name: str) -> Lease:
-    return Lease(
-        lease_id=name,
-        kind="train",
-        prompt=from_tokens([1, 9, 7, 8, 4]),
-        samples=2,
-        seeds=[1, 2],
-        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0),
-        tokens_max=8,
-        stop_ids=[2],
-        forced=None,
-        version=0,
-        deadline_s=60.0,
-        affinity=None,
-    )
+SILENCE_S = 0.6 * SLOW_S
 
 
 class Slot:
     """A keeper of real processes, which misbehave as ordered, one after the other."""
 
     def __init__(self, folder: Path, *how: str, restarts_max: int = 3) -> None:
+        patience_s = 2.0 if "hang" in how else 60.0  # nobody else should feel a busy machine
         self.journal = TraceJournal()
         self._how = [*how]
         self._folder = folder
@@ -56,7 +42,7 @@ class Slot:
             make_engine=self._make,
             setup=EngineSetup(layout=LAYOUT.table, model_config='{"vocab_size": 64}'),
             restarts_max=restarts_max,
-            generate_timeout_s=2.0,
+            generate_timeout_s=patience_s,
             journal=self.journal,
         )
 
@@ -64,7 +50,7 @@ class Slot:
         self.lives += 1
         return HfEngineProcess(
             command=("scenarios.bad_engine", self._how.pop(0) if self._how else "good"),
-            start_silence_s=1.0,
+            start_silence_s=SILENCE_S,
             memory_max_bytes=300_000_000,
             log_file=self._folder / "engine.log",
         )

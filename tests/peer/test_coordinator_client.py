@@ -39,7 +39,7 @@ from peer.coordinator_client import (
     fetch_ca,
     join,
 )
-from scenarios.bench import heartbeat, open_bench
+from scenarios.middle import heartbeat, open_bench
 
 SIGNED = Signed(body=b"b", signature=b"s")
 BEAT = HeartbeatReply(

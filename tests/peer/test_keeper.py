@@ -14,11 +14,11 @@ from echo2p2p.net.ports import SharedState
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import MemoryState
 from echo2p2p.weights.state import state_digest
-from echo2p2p.wire.arrays import from_tokens
-from echo2p2p.wire.messages import Lease, Sampling
+from echo2p2p.wire.messages import Lease
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
 from peer.keeper import BACK_OFF_S, BATCH_S_MIN, HEALTHY_S, SLOWER, EngineKeeper, WeightState
-from scenarios.bench import LAYOUT
+from scenarios.middle import LAYOUT
+from scenarios.middle import loose_lease as lease
 from scenarios.parts import EngineFaults, FakeEngine
 
 SETUP = EngineSetup(layout=LAYOUT.table, model_config="{}")
@@ -29,23 +29,6 @@ def weights(version: int) -> WeightState:
     state = MemoryState(LAYOUT.total_bytes)
     state.view[:] = bytes([version]) * LAYOUT.total_bytes
     return WeightState(Version(version), state_digest(LAYOUT, bytes(state.view)), state)
-
-
-def lease(name: str = "l", version: int = 0) -> Lease:
-    return Lease(
-        lease_id=name,
-        kind="train",
-        prompt=from_tokens([1, 9, 7, 8, 4]),
-        samples=2,
-        seeds=[1, 2],
-        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0),
-        tokens_max=8,
-        stop_ids=[2],
-        forced=None,
-        version=version,
-        deadline_s=60.0,
-        affinity=None,
-    )
 
 
 class Engine(FakeEngine):

@@ -10,7 +10,7 @@ from echo2p2p.testing.disk import SimBlobs, SimDisk
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.wire.messages import Upload
 from peer.outbox import LEASES_MAX, OVERHEAD_BYTES, Outbox
-from scenarios.bench import sample
+from scenarios.middle import sample
 
 TOKENS = 8
 SIZE = 2 * OVERHEAD_BYTES + 8 * TOKENS

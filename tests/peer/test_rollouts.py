@@ -35,7 +35,7 @@ from peer.engine.base import EngineSetup
 from peer.keeper import EngineKeeper, WeightState
 from peer.outbox import LEASES_MAX
 from peer.rollouts import LANES, RETRY_S, Rollouts
-from scenarios.bench import LAYOUT, Bench, heartbeat, open_bench
+from scenarios.middle import LAYOUT, Bench, heartbeat, open_bench
 from scenarios.parts import EngineFaults, FakeEngine
 
 AT = Endpoint("c", 80)

@@ -89,9 +89,10 @@ def test_a_thousand_idle_long_polls_leave_room_for_a_peer_that_works_and_are_all
     if hard < POLLS + 600:
         pytest.skip(f"this machine allows {hard} open files, which is too few for the test")
     with Processes(tmp_path) as processes, ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, POLLS + 600), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (700, hard))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         run = start_coordinator(processes, "--membership.term_s", "60")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, POLLS + 600), hard))
         processes.wait(lambda: bool(run.events("version.published")), 20, "version 0")
         request = poll_request(join(run))
         crowd, answered = [], select.poll()
