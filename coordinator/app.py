@@ -297,7 +297,7 @@ class CoordinatorApp:
                 intake=self._intake,
                 publisher=self._publisher,
                 status=self._board.status,
-                stop=self._stopping.set,
+                stop=self.stop,
                 journal=ports.journal,
                 fail=self._fail,
                 upload_bytes_max=settings.rollouts.upload_bytes_max,
@@ -334,7 +334,7 @@ class CoordinatorApp:
             services.start_soon(self._end_when_broken)
             try:
                 with scope:
-                    services.start_soon(self._stop_when_told, scope)
+                    services.start_soon(self._stop_when_told, trainer, scope)
                     await trainer.run()
             except (EngineError, ConfigError) as error:
                 failure = error
@@ -363,9 +363,10 @@ class CoordinatorApp:
         assert self._disk_error is not None
         raise self._disk_error
 
-    async def _stop_when_told(self, scope: trio.CancelScope) -> None:
+    async def _stop_when_told(self, trainer: Trainer, scope: trio.CancelScope) -> None:
         await self._stopping.wait()
-        scope.cancel()
+        if not trainer.stop():
+            scope.cancel()
 
     def _trainer(self) -> Trainer:
         settings, ports = self._settings, self._ports
@@ -447,6 +448,10 @@ class CoordinatorApp:
                 record=record,
             )
         )
+
+    def stop(self) -> None:
+        """End the run after the step under way, with a checkpoint; peers are told."""
+        self._stopping.set()
 
     def balance(self) -> Balance | None:
         """Return the ledger as it is now; ``None`` before the store is open."""

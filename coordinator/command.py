@@ -117,7 +117,8 @@ async def run(
                 nursery.cancel_scope.cancel()
         write_json(folder / "summary.json", summary)
         trained = await trio.to_thread.run_sync(export_trained, folder)
-        teller.say(f"trained model in {trained}")
+        if trained is not None:
+            teller.say(f"trained model in {trained}")
         teller.say(await _plotted(folder, journal))
         teller.say(f"TensorBoard: tensorboard --logdir {folder / EVENTS_FOLDER}")
         teller.say(f"summary in {folder / 'summary.json'}")

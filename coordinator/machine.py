@@ -106,16 +106,17 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
         )
 
 
-def export_trained(run_folder: Path) -> Path:
+def export_trained(run_folder: Path) -> Path | None:
     """Copy the newest checkpoint without optimizer and position to ``<run>/trained``.
 
-    The result is a plain Hugging Face folder.
+    The result is a plain Hugging Face folder; ``None`` if the run was stopped before it had one.
 
     Raises:
         StoreError: The disk refused; what was there before still is.
     """
     newest = FolderShelf(run_folder / "checkpoints").newest()
-    assert newest is not None, "a finished run has a checkpoint"
+    if newest is None:
+        return None
     target, fresh = run_folder / "trained", run_folder / "trained.new"
     left_out = shutil.ignore_patterns("optimizer.pt", "position.json")
     with guard_copy(target):

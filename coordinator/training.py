@@ -135,9 +135,21 @@ class Trainer:
         self._publishing = trio.Lock()
         self._due = False
         """A publication is due that has not begun."""
+        self._training = self._stopping = False
+        self._saved_step: Step | None = None
         self._export: SharedState | None = None
         self._lives = 0
         self._started = False
+
+    def stop(self) -> bool:
+        """End the run after the step under way, with a checkpoint.
+
+        Returns:
+            False if there is no learner yet that could save one: then cancel `run`.
+        """
+        self._stopping = True
+        self._state.notify()
+        return self._training
 
     async def run(self) -> None:
         """Train until ``run.steps``; returns when the last checkpoint is durable.
@@ -154,7 +166,7 @@ class Trainer:
             try:
                 await self._live(learner)
             except ChildError as error:
-                self._state.leasing = False
+                self._state.leasing = self._training = False
                 failures = 1 if self._state.step > before else failures + 1
                 hopeless = not self._started and error.raised in HOPELESS
                 again = failures <= self._settings.learner.restarts_max and not hopeless
@@ -178,9 +190,12 @@ class Trainer:
             self._state.leasing = True
             self._state.notify()
             try:
-                while self._state.step < self._settings.run.steps:
-                    await self._step(learner, nursery)
-                    await self._on_beat(learner, nursery)
+                self._training = True
+                while self._state.step < self._settings.run.steps and not self._stopping:
+                    if await self._step(learner, nursery):
+                        await self._on_beat(learner, nursery)
+                if self._saved_step != self._state.step:
+                    await self._save(learner)  # told to stop between two checkpoints
                 async with self._publishing:
                     pass  # the last weights are published even if they fell due meanwhile
                 await self._publish_if_due(learner, nursery)
@@ -225,9 +240,12 @@ class Trainer:
 
     # --- one step -----------------------------------------------------------------------------
 
-    async def _step(self, learner: Learner, nursery: trio.Nursery) -> None:
+    async def _step(self, learner: Learner, nursery: trio.Nursery) -> bool:
+        """Take one step; false if the run was told to stop before there was a batch."""
         began = trio.current_time()
         groups = await self._next_batch(learner, nursery)
+        if groups is None:
+            return False
         waited = trio.current_time() - began
         step = self._state.step
         batch = _batch(step, groups)
@@ -264,15 +282,19 @@ class Trainer:
             age_max=record.age_max,
             idle_s=round(waited, 3),
         )
+        return True
 
-    async def _next_batch(self, learner: Learner, nursery: trio.Nursery) -> list[ScoredGroup]:
+    async def _next_batch(
+        self, learner: Learner, nursery: trio.Nursery
+    ) -> list[ScoredGroup] | None:
         count = self._settings.rollouts.prompts_per_step
-        while True:
+        while not self._stopping:
             await self._publish_if_due(learner, nursery)
             await self._intake.drop(self._queue.drop_stale(self._state.step))
             if (groups := self._queue.take(self._state.step, count)) is not None:
                 return groups
             await self._state.changed.park()
+        return None
 
     async def _on_beat(self, learner: Learner, nursery: trio.Nursery) -> None:
         """After a step: publish every κ steps, checkpoint every so many."""
@@ -320,6 +342,7 @@ class Trainer:
                 raise
             # The learner lives; another one would only find the same disk.
             raise StoreError(error.detail.removeprefix(f"{error.raised}: ")) from error
+        self._saved_step = step
         await self._book.checkpointed(step)
         self._checkpoints.prune(self._settings.learner.checkpoints_kept)
         self._journal.event(CHECKPOINT_SAVED, step=step)
