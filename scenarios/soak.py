@@ -47,6 +47,8 @@ STRANGER_EVERY_S: Final = 25.0
 STRANGER_STAYS_S: Final = 20.0
 DOWN_S: Final = (0.5, 6.0)
 """A killed peer is started again after a time in this range."""
+CURVE_POINTS: Final = 60
+"""Of a process in the result."""
 START_S: Final = 120.0
 STOP_S: Final = 5.0
 RATES: Final = (
@@ -292,7 +294,20 @@ def _row(series: Series, warm_s: float) -> dict[str, Any] | None:
         "largest_mb": round(max(values) / MB, 2),
         "slope_mb_per_hour": round(slope_per_hour(at_s, values) / MB, 2),
         "resident_end_mb": round(series.memory[-1].resident_bytes / MB, 2),
+        "curve": _curve(series),
     }
+
+
+def _curve(series: Series) -> list[tuple[float, float]]:
+    """Return minutes and private megabytes over the whole life, in medians of neighbours."""
+    width = max(1, -(-len(series.at_s) // CURVE_POINTS))
+    return [
+        (
+            round(series.at_s[start] / 60, 2),
+            round(median(m.private_bytes for m in series.memory[start : start + width]) / MB, 2),
+        )
+        for start in range(0, len(series.at_s), width)
+    ]
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -241,7 +241,8 @@ class Store(Protocol):
     async def transact(self, work: Callable[[Rows], T]) -> T:
         """Run ``work`` in a transaction of its own and return its value once it is durable.
 
-        ``work`` may run in another thread, runs alone, and must touch nothing but its argument.
+        ``work`` may run in another thread, runs alone, and must touch nothing but its argument; it
+        may be undone and run again.
         Several calls may share one fsync. If ``work`` raises, its changes are undone, the others'
         are not, and the exception comes out here.
 

@@ -1,8 +1,9 @@
 """Rows on disk in SQLite: one writer thread, and one fsync for all that wait for one.
 
 A commit with ``synchronous=FULL`` costs one fsync, 1-10 ms, whatever it holds. So the thread takes
-every transaction that waits, runs each inside a savepoint of its own (one that raises undoes only
-itself), commits once, and only then hands the results back: whatever `transact` returned is safe.
+every transaction that waits, runs one after the other, commits once, and only then hands the
+results back: whatever `transact` returned is safe. If one raises, all are undone and run again,
+now each inside a savepoint of its own, so that it undoes only itself.
 
 Everything runs in the writer thread, reads too: nothing here reads much, and a reader can so never
 see rows that are not durable. Constraints must be immediate, not deferred: a deferred one fails
@@ -99,6 +100,20 @@ def apply_migrations(connection: sqlite3.Connection, migrations: Sequence[str]) 
             raise
 
 
+def _captured(connection: sqlite3.Connection, work: Callable[[Rows], T]) -> outcome.Outcome[T]:
+    """Run ``work`` in the open transaction.
+
+    Raises:
+        StoreError: The transaction itself is gone, and the changes of all before with it.
+    """
+    result = outcome.capture(work, cast("Rows", connection))
+    if not connection.in_transaction:
+        cause = result.error if isinstance(result, outcome.Error) else None
+        known = as_store_error(cause) if isinstance(cause, sqlite3.Error) else None
+        raise known or StoreError("the transaction ended too early") from cause
+    return result
+
+
 def in_savepoint(connection: sqlite3.Connection, work: Callable[[Rows], T]) -> outcome.Outcome[T]:
     """Run ``work`` in the open transaction so that its failure undoes only its own changes.
 
@@ -106,11 +121,7 @@ def in_savepoint(connection: sqlite3.Connection, work: Callable[[Rows], T]) -> o
         StoreError: The transaction itself is gone, and the changes of all before with it.
     """
     connection.execute("SAVEPOINT work")
-    result = outcome.capture(work, cast("Rows", connection))
-    if not connection.in_transaction:
-        cause = result.error if isinstance(result, outcome.Error) else None
-        known = as_store_error(cause) if isinstance(cause, sqlite3.Error) else None
-        raise known or StoreError("the transaction ended too early") from cause
+    result = _captured(connection, work)
     if isinstance(result, outcome.Error):
         connection.execute("ROLLBACK TO work")
         if isinstance(result.error, sqlite3.Error):
@@ -260,8 +271,11 @@ class SqliteStore:
     def _commit(self, connection: sqlite3.Connection, batch: list[_Job]) -> None:
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for job in batch:
-                job.result = in_savepoint(connection, job.work)
+            if not _all_work(connection, batch):
+                connection.rollback()
+                connection.execute("BEGIN IMMEDIATE")
+                for job in batch:
+                    job.result = in_savepoint(connection, job.work)
             connection.execute("COMMIT")
             self.commits += 1
         except (sqlite3.Error, StoreError) as error:
@@ -278,6 +292,20 @@ class SqliteStore:
                 # A call that had failed by itself keeps its own exception.
                 if not isinstance(job.result, outcome.Error):
                     job.result = outcome.Error(known)
+
+
+def _all_work(connection: sqlite3.Connection, batch: list[_Job]) -> bool:
+    """Run all, as if none could fail; if one does, return False: nothing must be kept of any.
+
+    Hardly ever does one fail, and savepoints are half of all statements: each gives up the
+    interpreter's lock, which on a busy process costs more than the statement.
+    """
+    for job in batch:
+        result = _captured(connection, job.work)
+        if isinstance(result, outcome.Error):
+            return False
+        job.result = result
+    return True
 
 
 def _deliver(batch: list[_Job]) -> None:

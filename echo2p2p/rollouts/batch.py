@@ -74,7 +74,8 @@ class GroupQueue:
         """Remove what is older than S at ``learner_step``; call before `take`."""
         limit = learner_step - self._staleness_budget
         count = bisect.bisect_left(self._waiting, limit, key=lambda entry: entry[0])
-        gone, self._waiting = self._waiting[:count], self._waiting[count:]
+        gone = self._waiting[:count]
+        del self._waiting[:count]
         return [Dropped(scored.group, Reason.STALE) for _, scored in gone]
 
     def drop_lost(self, surviving_step: Step) -> list[Dropped]:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,41 @@ async def test_waiting_calls_take_one_commit(tmp_path: Path) -> None:
         assert store.commits == 2
 
 
+async def test_those_that_share_a_commit_with_a_failing_one_take_effect_once(
+    tmp_path: Path,
+) -> None:
+    async with SqliteStore.open(tmp_path / "state.db", SCHEMA) as store:
+        begun, release = trio.Event(), threading.Event()
+        token = trio.lowlevel.current_trio_token()
+        await store.transact(put("sum", 0))
+        runs = 0
+
+        def slow(rows: Rows) -> None:
+            token.run_sync_soon(begun.set)
+            release.wait(10)
+
+        def add(rows: Rows) -> None:
+            nonlocal runs
+            runs += 1
+            rows.execute("UPDATE item SET value = value + 1")
+
+        async def fail() -> None:
+            with pytest.raises(ZeroDivisionError):
+                await store.transact(lambda rows: (add(rows), 1 // 0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.transact, slow)
+            await begun.wait()
+            for call in (partial(store.transact, add), fail, partial(store.transact, add)):
+                nursery.start_soon(call)
+            await trio.testing.wait_all_tasks_blocked()
+            release.set()
+        assert store.commits == 3
+        assert runs > 3, "they ran again, without what had been undone"
+        total = await store.transact(lambda rows: rows.execute("SELECT value FROM item").fetchone())
+        assert total == (2,)
+
+
 async def test_a_work_that_ends_the_transaction_fails_with_its_whole_group(tmp_path: Path) -> None:
     async with SqliteStore.open(tmp_path / "state.db", SCHEMA) as store:
         with pytest.raises(StoreError, match="ended too early"):
@@ -311,6 +347,7 @@ async def test_a_missing_folder_is_a_store_error(tmp_path: Path) -> None:
 
 CHILD = """
 import sys, trio
+from functools import partial
 from pathlib import Path
 from echo2p2p.errors import ConfigError
 from echo2p2p.net.store import SqliteStore

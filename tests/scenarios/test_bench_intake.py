@@ -29,6 +29,7 @@ def test_a_tiny_benchmark_acknowledges_and_stores_everything(tmp_path, tls: bool
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     result = json.loads(ended.stdout)
+    assert result["held"] is True
     assert result["checks"] == {"acknowledged": 20, "stored": 20, "recount_agrees": True}
     polls = result["long_polls"]
     assert (polls["waiting"], polls["alive"], polls["broken"]) == (5, 5, 0)

@@ -21,24 +21,14 @@ def ended(processes, tmp_path, *words) -> tuple[int, list[str]]:
     return run.returncode, [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ('{"model_type": "qwen9", "eos_token_id": 2}', "holds no causal language model"),
-        ('{"model_type": "qwen3", "hidden_size": "big", "eos_token_id": 2}', "hidden_size"),
-    ],
-)
-def test_a_folder_that_is_no_model_ends_the_coordinator_at_once_as_a_wrong_setting(
-    tmp_path, config, says
-):
+def test_a_folder_that_is_no_model_ends_the_coordinator_at_once_as_a_wrong_setting(tmp_path):
     prepare_model(TINY_QWEN3, tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(config)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen9"}')
     with Processes(tmp_path) as processes:
         code, lines = ended(processes, tmp_path, "--model.path", "model", "--run.folder", "run")
     assert code == USAGE
     assert len(lines) == 1
     assert lines[0].startswith("error: model.path: model holds no causal language model")
-    assert says in lines[0]
     assert "learner.lost" not in (tmp_path / "out.log").read_text(), "no restart"
 
 

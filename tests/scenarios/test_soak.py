@@ -63,7 +63,7 @@ async def test_a_short_soak_of_real_processes_has_figures_of_all_that_live_on(
     monkeypatch.setattr(soak_module, "SAMPLE_S", 0.3)
     monkeypatch.setattr(soak_module, "KILL_EVERY_S", 1.5)
     monkeypatch.setattr(soak_module, "STRANGER_EVERY_S", 2.0)
-    subject = Soak(tmp_path, 0.3, real=False, slope_mb_per_hour_max=1e6)
+    subject = Soak(tmp_path, 0.2, real=False, slope_mb_per_hour_max=1e6)
     with trio.fail_after(100):
         result = await subject.run()
     assert result["problems"] == []
@@ -73,4 +73,5 @@ async def test_a_short_soak_of_real_processes_has_figures_of_all_that_live_on(
     assert result["kills"] > 0
     assert result["strangers"] > 0
     assert result["steps"] > 0
-    assert json.loads(json.dumps(result)) == result
+    assert all(1 < len(row["curve"]) <= soak_module.CURVE_POINTS for row in rows.values())
+    assert json.loads(json.dumps(result))["processes"][0]["end_mb"] > 20
