@@ -1,20 +1,23 @@
-"""``echo2-scenario``: run a story, in virtual time or as processes."""
+"""``echo2-scenario``: run a story, in virtual time or as processes; measure a part."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 
 from echo2p2p.errors import EchoError
 from echo2p2p.net.program import FAILED, OK, run_program
 from echo2p2p.testing.clock import run_virtual
-from scenarios import first_light
+from scenarios import bench_delta, first_light
 from scenarios.demo import Demo
 from scenarios.world import World
 
 STORIES = {"first-light": first_light}
 """Stories in virtual time, by name."""
+BENCHES = {"delta": bench_delta}
+"""Benchmarks by name: modules with `add_arguments`, `run` and `table`."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("--trace", type=Path, help="write every event here, as JSON lines")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     run.add_argument("--folder", type=Path, default=Path("runs/demo"), help="of the demo")
+    bench = commands.add_parser("bench", help="measure one part, for real").add_subparsers(
+        dest="name", required=True
+    )
+    for name, module in BENCHES.items():
+        about = (module.__doc__ or "").splitlines()[0].partition(": ")[2]
+        one = bench.add_parser(name, help=about, description=about)
+        module.add_arguments(one)
+        one.add_argument("--json", action="store_true", help="print the result as JSON")
     known, more = parser.parse_known_args(argv)
     if more and not (known.command == "run" and known.name == "demo"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -36,11 +47,20 @@ def main(argv: list[str] | None = None) -> int:
         for name, story in STORIES.items():
             print(f"{name:<13} {(story.__doc__ or '').splitlines()[0]}")
         return OK
+    if known.command == "bench":
+        return run_program(partial(_bench, known))
     if known.name == "demo":
         return run_program(Demo(known.folder, more).run)
     if known.name not in STORIES:
         parser.error(f"no story {known.name!r}; `echo2-scenario list` names them")
     return _run_story(known.name, known.seed, known.trace, as_json=known.json)
+
+
+async def _bench(arguments: argparse.Namespace) -> int:
+    module = BENCHES[arguments.name]
+    result = await module.run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else module.table(result))
+    return OK
 
 
 def _run_story(name: str, seed: int, trace: Path | None, *, as_json: bool) -> int:
