@@ -21,8 +21,8 @@ from echo2p2p.weights.delta import DeltaApply, apply_delta, encode_delta
 from echo2p2p.weights.forms import Form, decode_block, encode_block
 from echo2p2p.weights.kernels import find_in, numpy_only, warm_up
 from echo2p2p.weights.layout import DTYPES, flat_bytes, plan_layout, segments_of
-from echo2p2p.weights.streams import StreamWriter
 from echo2p2p.weights.policy import SMALLEST, FormPolicy
+from echo2p2p.weights.streams import StreamWriter
 
 
 def bf16(count):

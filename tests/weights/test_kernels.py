@@ -1,5 +1,7 @@
 """The compiled loops and the numpy loops must not differ in a bit."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -39,7 +41,7 @@ def walked(dtype, old, new, cuts):
     values = np.zeros(found.where.size, dtype=np.uint16)
     edges = [0, *cuts, old.size]
     ranks = Ranks.start(low, changes)
-    for start, past in zip(edges, edges[1:], strict=False):
+    for start, past in itertools.pairwise(edges):
         lo, hi = np.searchsorted(found.where, (start, past))
         part = (found.where[lo:hi], found.zigzag[lo:hi], start)
         kernels.put_ranks(dtype, old[start:past], *part, ranks, gaps, values)
@@ -47,14 +49,14 @@ def walked(dtype, old, new, cuts):
     target = old.copy()
     if found.where.size:
         ranks = kernels.first_ranks(low, changes, gaps)
-        for start, past in zip(edges, edges[1:], strict=False):
+        for start, past in itertools.pairwise(edges):
             kernels.take_ranks(dtype, target[start:past], ranks, gaps, values)
         assert (ranks.at == ranks.end).all()
     assert (target == new).all()
     population = kernels.population(dtype, old, low)
     dense = np.zeros(old.size, dtype=np.uint16)
     ranks = Ranks.start(low, population)
-    for start, past in zip(edges, edges[1:], strict=False):
+    for start, past in itertools.pairwise(edges):
         kernels.put_dense(dtype, old[start:past], new[start:past], ranks, dense)
     target = old.copy()
     kernels.take_dense(dtype, target, Ranks.start(low, population), dense)

@@ -1,3 +1,4 @@
+import contextlib
 import tracemalloc
 
 import numpy as np
@@ -98,10 +99,12 @@ def test_damaged_packed_integers_are_refused(damage, what):
 @given(st.binary(max_size=80), st.sampled_from(["<u2", "<u4", "<u8"]), st.integers(1, 300))
 def test_garbage_unpacks_or_is_refused(garbage, dtype, size):
     body = written(len(garbage) + 1) + b"\x00" + garbage
-    try:
-        reader(body).packed(np.zeros(size, dtype=dtype))
-    except IntegrityError as error:
-        assert error.source == "mallory"
+    got = np.zeros(size, dtype=dtype)
+    with contextlib.suppress(IntegrityError):
+        reader(body).packed(got)
+        again = np.ones(size, dtype=dtype)
+        reader(body).packed(again)
+        assert (got == again).all()
 
 
 def test_planes_come_back():
