@@ -42,12 +42,12 @@ $(VENV)/.torch: constraints-cpu.txt | $(VENV)/bin/python
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "installing echo2p2p"
-	@$(PIP) install $(PINS) -e '.[learner,hf]'
+	@$(PIP) install $(PINS) -e '.[learner,hf,report]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing the development tools"
-	@$(PIP) install $(PINS) -e '.[learner,hf,dev]'
+	@$(PIP) install $(PINS) -e '.[learner,hf,report,dev]'
 	@touch $@
 
 demo: $(VENV)/.demo

@@ -2,30 +2,36 @@
 
 Who may do what (DESIGN §9): anybody may ask for the authority's certificate and for health; the
 join token opens ``/join`` and nothing else; a member's credential (with TLS: and its certificate)
-opens the member's routes, for that incarnation only; the admin token opens status and control.
+opens the member's routes, for that incarnation only; the admin token opens status, metrics and
+control. A coordinator that can be reached on loopback only tells status and metrics to anybody who
+asks it by a loopback name (a web page elsewhere cannot: its name would be in ``Host``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import trio
 
+from coordinator import metrics
+from coordinator.config import LOOPBACK_HOSTS
+from coordinator.dashboard import dashboard_file
 from coordinator.intake import Intake
 from coordinator.leases import LeaseDesk
 from coordinator.membership import Duplicate, Full, Member, Wait
 from coordinator.publish import Publisher
 from coordinator.roster import Roster, Starting
 from coordinator.run_state import RunState
-from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError, Violation
+from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError, StoreError, Violation
 from echo2p2p.ids import Incarnation, ManifestId, PeerId, Version
 from echo2p2p.limits import HTTP_BODY_BYTES_MAX, HTTP_CONTROL_BYTES_MAX, PROTOCOL
-from echo2p2p.net.ports import Journal, Request, Response, Route
-from echo2p2p.net.routing import refusal
+from echo2p2p.net.ports import Handler, Journal, Request, Response, Route
+from echo2p2p.net.routing import REASON_NO_SUCH_PATH, closing, refusal
 from echo2p2p.net.trust import JoinToken, certificate_owner, credential_digest, same_secret
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import (
@@ -49,7 +55,12 @@ WAIT_S_MAX: Final = 30.0
 JOIN_REFUSED: Final = "join.refused"
 COUNT_MAX: Final = 2**53
 """Of any counter that a peer reports; exact in JSON, and sums of them fit into a store's row."""
+INTAKE_FULL_RETRY_S: Final = 2.0
 NAME_CHARACTERS_MAX: Final = 100
+JOIN_BYTES_MAX: Final = 16 * 1024
+"""The store keeps it for each identity; an honest one takes less than 1 KiB."""
+HOLDINGS_MAX: Final = 256
+"""Kept for each member; an honest one has about 16."""
 HOST_CHARACTERS_MAX: Final = 255
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -63,10 +74,17 @@ class Secrets:
     admin_token: str
     tls: bool
     ca: CaReply
+    local: bool = False
+    """Whether this machine alone can reach the server, so that status and metrics are open."""
 
 
 class Api:
-    """All routes of one run."""
+    """All routes of one run.
+
+    Args:
+        fail: Called when the disk refuses: the run must end. Without it that is a bug.
+        upload_bytes_max: Of one upload.
+    """
 
     def __init__(
         self,
@@ -80,7 +98,11 @@ class Api:
         status: Callable[[], Awaitable[Mapping[str, object]]],
         stop: Callable[[], None],
         journal: Journal,
+        fail: Callable[[StoreError], None] | None = None,
+        upload_bytes_max: int = HTTP_BODY_BYTES_MAX,
     ) -> None:
+        self._fail = fail
+        self._upload_bytes_max = upload_bytes_max
         self._secrets = secrets
         self._state = state
         self._roster = roster
@@ -93,20 +115,58 @@ class Api:
 
     def routes(self) -> tuple[Route, ...]:
         """Return the table that a server serves."""
-        small, large = HTTP_CONTROL_BYTES_MAX, HTTP_BODY_BYTES_MAX
-        return (
+        small, large = HTTP_CONTROL_BYTES_MAX, self._upload_bytes_max
+        who = self._admit_member
+        routes = (
             Route("GET", "/ca", self.ca, 0),
             Route("GET", "/healthz", self.healthz, 0),
-            Route("POST", "/join", self.join, small),
-            Route("POST", "/heartbeat", self._member(Heartbeat, self.heartbeat), small),
-            Route("POST", "/manifests", self._member(ManifestsRequest, self.manifests), small),
-            Route("POST", "/lease", self._member(LeaseRequest, self.lease), small),
-            Route("POST", "/upload", self._member(Upload, self.upload), large),
-            Route("POST", "/leave", self._member(Leave, self.leave), small),
+            Route("POST", "/join", self.join, small, self._admit_stranger),
+            Route("POST", "/heartbeat", self._member(Heartbeat, self.heartbeat), small, who),
+            Route("POST", "/manifests", self._member(ManifestsRequest, self.manifests), small, who),
+            Route("POST", "/lease", self._member(LeaseRequest, self.lease), small, who),
+            Route("POST", "/upload", self._member(Upload, self.upload), large, self._admit_upload),
+            Route("POST", "/leave", self._member(Leave, self.leave), small, who),
             Route("GET", "/chunk/{manifest}/{index}", self.chunk, 0),
             Route("GET", "/status", self.status, 0),
-            Route("POST", "/control/stop", self.stop, small),
+            Route("GET", "/metrics", self.metrics, 0),
+            Route("GET", "/dashboard", self.dashboard, 0),
+            Route("GET", "/dashboard/{file}", self.dashboard, 0),
+            Route("POST", "/control/stop", self.stop, small, self._admit_admin),
         )
+        return tuple(replace(route, handler=self._safe(route.handler)) for route in routes)
+
+    def _safe(self, handler: Handler) -> Handler:
+        """Return ``handler``, with a disk that refuses ending the run and not one request."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except StoreError as error:
+                if self._fail is None:
+                    raise
+                self._fail(error)
+                return closing()
+
+        return handle
+
+    # --- before a body is read (in the server's thread) -----------------------------------------
+
+    def _admit_stranger(self, head: Request) -> str | Response:
+        return "join" if self._shows_token(head) else _wrong_token()
+
+    def _admit_admin(self, head: Request) -> str | Response:
+        return self._admin(head) or "admin"
+
+    def _admit_member(self, head: Request) -> str | Response:
+        member = self._by_credential(head)
+        return member if isinstance(member, Response) else member.peer_id
+
+    def _admit_upload(self, head: Request) -> str | Response:
+        member = self._admit_member(head)
+        if isinstance(member, str) and self._intake.full:
+            detail = "more has come in than can be scored now: keep it and send it again later"
+            return refusal(429, "intake_full", detail, retry_after_s=INTAKE_FULL_RETRY_S)
+        return member
 
     # --- open to all --------------------------------------------------------------------------
 
@@ -125,25 +185,17 @@ class Api:
 
     async def join(self, request: Request) -> Response:
         """POST /join: admit a peer that has the token and proves its key."""
-        try:
-            token = JoinToken.parse(_bearer(request) or "")
-        except ConfigError:
-            token = None
-        if token != self._secrets.token:
-            return refusal(
-                401, "wrong_token", "the join token is not this run's; ask its owner for it"
-            )
+        if not self._shows_token(request):
+            return _wrong_token()
         try:
             message = _checked_join(codec.decode(request.body, JoinRequest))
         except RemoteProtocolError as error:
+            other = _protocol_of(request.body)
+            if other not in {None, PROTOCOL}:
+                return _wrong_protocol(other)
             return refusal(400, error.violation.value, error.detail)
         if message.protocol != PROTOCOL:
-            return refusal(
-                400,
-                "wrong_protocol",
-                f"this run speaks protocol {PROTOCOL}, the peer {message.protocol}; "
-                "install the same release on both",
-            )
+            return _wrong_protocol(message.protocol)
         try:
             outcome = await self._roster.join(message)
         except (RemoteProtocolError, RefusedError) as error:
@@ -172,6 +224,12 @@ class Api:
             case JoinReply() as reply:
                 return _answer(reply)
 
+    def _shows_token(self, request: Request) -> bool:
+        try:
+            return JoinToken.parse(_bearer(request) or "") == self._secrets.token
+        except ConfigError:
+            return False
+
     # --- members ------------------------------------------------------------------------------
 
     def _member(
@@ -199,6 +257,14 @@ class Api:
         return handle
 
     def _authenticate(self, request: Request) -> Member | Response:
+        member = self._by_credential(request)
+        if isinstance(member, Response) or not self._secrets.tls:
+            return member
+        if _owner(request.client_certificate) != member.peer_id:
+            return refusal(401, "wrong_certificate", "the TLS certificate is not this member's")
+        return member
+
+    def _by_credential(self, request: Request) -> Member | Response:
         credential = _bearer(request)
         member = (
             None
@@ -209,8 +275,6 @@ class Api:
             return refusal(503, "starting", "the learner is still starting", retry_after_s=1.0)
         if member is None:
             return refusal(401, "not_a_member", "unknown or ended membership; join again")
-        if self._secrets.tls and _owner(request.client_certificate) != member.peer_id:
-            return refusal(401, "wrong_certificate", "the TLS certificate is not this member's")
         return member
 
     async def heartbeat(self, member: Member, beat: Heartbeat, request: Request) -> Message:
@@ -273,12 +337,33 @@ class Api:
             return None
         return refusal(401, "wrong_admin_token", "this route needs the admin token")
 
+    def _reader(self, request: Request) -> Response | None:
+        """Refuse whoever may not look; see the module's header."""
+        if self._secrets.local and _host(request) in LOOPBACK_HOSTS:
+            return None
+        return self._admin(request)
+
     async def status(self, request: Request) -> Response:
         """GET /status: everything about the run, as JSON."""
-        if (refused := self._admin(request)) is not None:
+        if (refused := self._reader(request)) is not None:
             return refused
         body = msgspec.json.encode(await self._status())
-        return Response(200, body, content_type="application/json")
+        headers = {"Cache-Control": "no-store"}
+        return Response(200, body, headers, content_type="application/json")
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: the same figures for Prometheus."""
+        if (refused := self._reader(request)) is not None:
+            return refused
+        body, content_type = metrics.exposition(await self._status())
+        return Response(200, body, content_type=content_type)
+
+    async def dashboard(self, request: Request) -> Response:
+        """GET /dashboard: the page, which asks /status for what it shows; no secret is in it."""
+        answer = dashboard_file(request.query.get("file", "index.html"))
+        if answer is None:
+            return refusal(404, REASON_NO_SUCH_PATH, "the dashboard has no such file")
+        return answer
 
     async def stop(self, request: Request) -> Response:
         """POST /control/stop: end the run after the step under way, with a checkpoint."""
@@ -286,6 +371,10 @@ class Api:
             return refused
         self._stop()
         return Response(202, b"stopping", content_type="text/plain")
+
+
+def _wrong_token() -> Response:
+    return refusal(401, "wrong_token", "the join token is not this run's; ask its owner for it")
 
 
 def _answer(message: Message) -> Response:
@@ -298,11 +387,41 @@ def _bearer(request: Request) -> str | None:
     return value if scheme.lower() == "bearer" and value and value.isascii() else None
 
 
+def _host(request: Request) -> str | None:
+    """Return the name by which the client thinks to have reached us, without the port."""
+    try:
+        return urlsplit(f"//{request.headers.get('host', '')}").hostname
+    except ValueError:
+        return None
+
+
 def _owner(certificate: bytes | None) -> PeerId | None:
     try:
         return None if certificate is None else certificate_owner(certificate)
     except RemoteProtocolError:
         return None
+
+
+class _AnyJoin(msgspec.Struct, tag_field="t", tag="join"):
+    """What a join request has in every protocol."""
+
+    protocol: int
+
+
+def _protocol_of(body: bytes) -> int | None:
+    """Return the protocol of a join request that is not one of ours."""
+    try:
+        return codec.decode(body, _AnyJoin).protocol
+    except RemoteProtocolError:
+        return None
+
+
+def _wrong_protocol(theirs: int | None) -> Response:
+    return refusal(
+        400,
+        "wrong_protocol",
+        f"this run speaks protocol {PROTOCOL}, the peer {theirs}; install the same release on both",
+    )
 
 
 def _checked_join(message: JoinRequest) -> JoinRequest:
@@ -322,6 +441,9 @@ def _checked_join(message: JoinRequest) -> JoinRequest:
         and relay.host.isprintable()
     ):
         raise RemoteProtocolError(Violation.MALFORMED, "the relay's address cannot be dialled")
+    if len(codec.encode(message)) > JOIN_BYTES_MAX:
+        detail = f"a join takes at most {JOIN_BYTES_MAX} bytes"
+        raise RemoteProtocolError(Violation.MALFORMED, detail)
     return message
 
 
@@ -329,7 +451,8 @@ def _check_figures(beat: Heartbeat) -> None:
     """Refuse figures that cannot be: they would be stored, summed and shown.
 
     Raises:
-        RemoteProtocolError: Negative, infinite, not a number, or beyond `COUNT_MAX`.
+        RemoteProtocolError: Negative, infinite, not a number, or beyond `COUNT_MAX`; or more
+            payloads than a peer keeps.
     """
     said = beat.measurements
     counts = (
@@ -345,6 +468,9 @@ def _check_figures(beat: Heartbeat) -> None:
         raise RemoteProtocolError(Violation.MALFORMED, f"a count is not in 0..{COUNT_MAX}")
     if not all(0.0 <= figure < math.inf for figure in figures):
         raise RemoteProtocolError(Violation.MALFORMED, "a figure is negative or not finite")
+    if len(beat.holdings) > HOLDINGS_MAX or any(len(each) != 16 for each in beat.holdings):
+        detail = f"holdings are manifest ids, {HOLDINGS_MAX} at most"
+        raise RemoteProtocolError(Violation.MALFORMED, detail)
 
 
 def _wait_s(asked: float) -> float:

@@ -6,18 +6,20 @@ Starting and resuming are one path: whatever the store holds is taken up, then t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 import trio
+from blake3 import blake3
 
-from coordinator import report
+from coordinator import addresses, report
 from coordinator.api import Api, Secrets
+from coordinator.board import Board
 from coordinator.book import Book
-from coordinator.config import Settings
+from coordinator.config import LOOPBACK_HOSTS, Settings
 from coordinator.intake import Intake
 from coordinator.learner.base import Learner, LearnerSetup, Progress, WarmStart
 from coordinator.leases import LeaseDesk
@@ -28,7 +30,7 @@ from coordinator.run_state import RunState
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import TaskInfo, TaskSetup, TaskWorker
 from coordinator.training import Shelf, StepRecord, Trainer
-from echo2p2p.errors import EchoError, EngineError
+from echo2p2p.errors import ConfigError, EchoError, EngineError, StoreError
 from echo2p2p.ids import SOURCE, Generation, Step
 from echo2p2p.net.ports import (
     Blobs,
@@ -85,6 +87,8 @@ class Opened:
     token: str
     admin_token: str
     relay: Address
+    authority: bytes | None
+    """Certificate of the run's authority, PEM; ``None`` without TLS."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class CoordinatorApp:
         on_step: Callable[[StepView], None] = lambda _: None,
         on_start: Progress = lambda _phase, _figures: None,
     ) -> None:
+        addresses.check_addresses(settings.server, tls=tls)
         self._settings = settings
         self._ports = ports
         self._tls = tls
@@ -132,7 +137,8 @@ class CoordinatorApp:
         self._on_step = on_step
         self._on_start = on_start
         self._stopping = trio.Event()
-        self._progress = report.Progress(began_s=ports.clock.time())
+        self._broken = trio.Event()
+        self._disk_error: StoreError | None = None
         self._opened_book: Book | None = None
 
     @property
@@ -210,7 +216,7 @@ class CoordinatorApp:
             tasks=self._tasks,
             info=info,
             settings=settings.rollouts,
-            run_seed=settings.run.seed,
+            item_secret=_item_secret(keys, settings.run.seed),
             entropy=ports.entropy,
             journal=ports.journal,
         )
@@ -243,12 +249,13 @@ class CoordinatorApp:
         authority, tls = None, None
         if self._tls:
             authority = CertificateAuthority(keys, ports.clock, ports.entropy)
-            certificate, key = authority.issue_coordinator([server.host])
+            hosts = addresses.certificate_hosts(server)
+            certificate, key = authority.issue_coordinator(hosts)
             tls = TlsServer(authority.certificate, certificate, key)
         async with trio.open_nursery() as nursery:
             real_relay = await nursery.start(self._relay.run)
             assert isinstance(real_relay, Endpoint)
-            source = Address(host=server.relay_public_host or real_relay.host, port=real_relay.port)
+            source = addresses.relay_address(server, real_relay)
             self._roster = Roster(
                 members=self._members,
                 settings=settings.membership,
@@ -263,11 +270,22 @@ class CoordinatorApp:
                 entropy=ports.entropy,
                 journal=ports.journal,
             )
+            self._board = Board(
+                settings=settings,
+                clock=ports.clock,
+                book=self._book,
+                state=self._state,
+                roster=self._roster,
+                intake=self._intake,
+                queue=self._queue,
+                publisher=self._publisher,
+            )
             api = Api(
                 secrets=Secrets(
                     token=token,
                     admin_token=admin_token,
                     tls=self._tls,
+                    local=server.host in LOOPBACK_HOSTS and server.public_url is None,
                     ca=CaReply(
                         run_public_key=keys.public_key,
                         certificate=b"" if authority is None else authority.certificate,
@@ -278,15 +296,18 @@ class CoordinatorApp:
                 desk=self._desk,
                 intake=self._intake,
                 publisher=self._publisher,
-                status=self.summary,
-                stop=self._stopping.set,
+                status=self._board.status,
+                stop=self.stop,
                 journal=ports.journal,
+                fail=self._fail,
+                upload_bytes_max=settings.rollouts.upload_bytes_max,
             )
             bind = Endpoint(server.host, server.port)
             async with ports.make_http_server(tls).serve(api.routes(), bind) as real:
-                url = server.public_url or _url(real, tls=self._tls)
+                url = addresses.public_url(server, real, tls=self._tls)
                 ports.journal.event(RUN_OPENED, url=url, run=self._state.run_id)
-                self._on_opened(Opened(url, token.encode(), admin_token, source))
+                root = None if authority is None else authority.certificate
+                self._on_opened(Opened(url, token.encode(), admin_token, source, root))
                 summary = await self._train(nursery)
             nursery.cancel_scope.cancel()
         return summary
@@ -295,15 +316,27 @@ class CoordinatorApp:
         """Run the trainer beside the services; then tell the peers and take leave."""
         trainer = self._trainer()
         failure: EchoError | None = None
+        scope = trio.CancelScope()
+
+        async def work(part: Callable[[], Awaitable[None]]) -> None:
+            nonlocal failure
+            try:
+                await part()
+            except (EngineError, ConfigError) as error:  # the task's: peers are to hear of it
+                failure = error
+                scope.cancel()
+
         async with trio.open_nursery() as services:
             services.start_soon(self._roster.run)
-            services.start_soon(self._desk.run)
-            services.start_soon(self._intake.run)
+            services.start_soon(work, self._desk.run)
+            services.start_soon(work, self._intake.run)
+            services.start_soon(self._board.watch)
+            services.start_soon(self._end_when_broken)
             try:
-                with trio.CancelScope() as scope:
-                    services.start_soon(self._stop_when_told, scope)
+                with scope:
+                    services.start_soon(self._stop_when_told, trainer, scope)
                     await trainer.run()
-            except EngineError as error:
+            except (EngineError, ConfigError) as error:
                 failure = error
             self._state.outcome = "finished" if failure is None else "failed"
             self._state.leasing = False
@@ -312,7 +345,7 @@ class CoordinatorApp:
             with trio.move_on_after(self._settings.run.exit_grace_s):
                 while self._members.live():
                     await self._state.changed.park()
-            summary = await self.summary()
+            summary = await self._board.summary()
             services.cancel_scope.cancel()
         del nursery
         self._ports.journal.event(RUN_ENDED, outcome=self._state.outcome, step=self._state.step)
@@ -320,9 +353,20 @@ class CoordinatorApp:
             raise failure
         return summary
 
-    async def _stop_when_told(self, scope: trio.CancelScope) -> None:
+    def _fail(self, error: StoreError) -> None:
+        """A request has met a disk that refuses: the run ends as if the learner had met it."""
+        self._disk_error = self._disk_error or error
+        self._broken.set()
+
+    async def _end_when_broken(self) -> None:
+        await self._broken.wait()
+        assert self._disk_error is not None
+        raise self._disk_error
+
+    async def _stop_when_told(self, trainer: Trainer, scope: trio.CancelScope) -> None:
         await self._stopping.wait()
-        scope.cancel()
+        if not trainer.stop():
+            scope.cancel()
 
     def _trainer(self) -> Trainer:
         settings, ports = self._settings, self._ports
@@ -359,7 +403,7 @@ class CoordinatorApp:
             journal=ports.journal,
             record=self._record,
             on_rolled_back=self._on_rolled_back,
-            on_start=self._on_start,
+            on_start=self._on_starting,
             on_layout=self._take_up,
         )
 
@@ -368,82 +412,57 @@ class CoordinatorApp:
         generation = await self._book.get("generation")
         self._state.generation = Generation(int(generation) if generation else 0)
         began = await self._book.get("began_s")
-        records = [msgspec.json.decode(row, type=StepRecord) for row in await self._book.steps()]
+        rows = await self._book.steps()
         if began is not None:
-            self._progress = report.Progress(began_s=float(began), records=records)
-        self._state.step = Step(max((record.step for record in records), default=0))
+            self._board.progress = report.Progress(
+                began_s=float(began),
+                records=(msgspec.json.decode(row, type=StepRecord) for row in rows),
+            )
+        self._state.step = Step(self._board.progress.step)
         await self._publisher.load(Layout.from_table(layout))
         await self._desk.load()
         await self._intake.load()
         await self._roster.load(layout)
 
+    def _on_starting(self, phase: str, figures: Mapping[str, float]) -> None:
+        self._board.starting(phase, figures)
+        self._on_start(phase, figures)
+
     def _on_rolled_back(self, step: Step) -> None:
-        self._progress.roll_back(step)
+        self._board.progress.roll_back(step)
 
     def _record(self, record: StepRecord) -> None:
-        self._progress.add(record)
+        self._board.progress.add(record)
         members = self._members.live()
         self._on_step(
             StepView(
                 step=record.step,
                 steps=self._settings.run.steps,
                 reward=record.reward,
-                reward_recent=self._progress.reward_recent(),
+                reward_recent=self._board.progress.reward_recent(),
                 version=self._state.latest,
                 peers_ready=sum(member.version is not None for member in members),
                 peers=len(members),
                 trained=self._book.ledger.statistics().trained,
-                idle_share=self._progress.idle_share,
+                idle_share=self._board.progress.idle_share,
                 record=record,
             )
         )
+
+    def stop(self) -> None:
+        """End the run after the step under way, with a checkpoint; peers are told."""
+        self._stopping.set()
 
     def balance(self) -> Balance | None:
         """Return the ledger as it is now; ``None`` before the store is open."""
         book = self._opened_book
         return None if book is None else book.ledger.statistics()
 
-    # --- status -------------------------------------------------------------------------------
-
-    async def summary(self) -> dict[str, object]:
-        """Return everything about the run so far; the answer of /status, and summary.json."""
-        outcome: Literal["running", "finished", "failed"] = self._state.outcome
-        traffic = await self._roster.traffic()
-        fates = await self._book.by_peer()
-        names = {row.peer_id: row.name for row in await self._book.members()}
-        states = {member.peer_id: member for member in self._members.live()}
-        latest = self._state.latest
-        return {
-            "outcome": outcome,
-            "run": self._state.run_id,
-            **self._progress.summary(self._ports.clock.time()),
-            "step": self._state.step,
-            "generation": self._state.generation,
-            "versions_published": 0 if latest is None else latest + 1,
-            "trajectories": report.trajectories(
-                self._book.ledger.statistics(), await self._book.recount()
-            ),
-            "weights": report.weights(
-                self._publisher.statistics(),
-                source_bytes=self._publisher.source_bytes,
-                peer_bytes=sum(traffic.values()),
-            ),
-            "peers": [
-                {
-                    "peer": peer_id,
-                    "name": name,
-                    "state": states[peer_id].state.value if peer_id in states else "gone",
-                    "version": states[peer_id].version if peer_id in states else None,
-                    "accepted": fates.get(peer_id, {}).get("trained", 0)
-                    + fates.get(peer_id, {}).get("queued", 0),
-                    "rejected": fates.get(peer_id, {}).get("rejected", 0),
-                    "relayed_bytes": traffic.get(peer_id, 0),
-                }
-                for peer_id, name in names.items()
-            ],
-        }
+    async def status(self) -> Mapping[str, object]:
+        """Return all that can be said of the run now; call it once the server has opened."""
+        return await self._board.status()
 
 
-def _url(real: Endpoint, *, tls: bool) -> str:
-    host = f"[{real.host}]" if ":" in real.host else real.host
-    return f"{'https' if tls else 'http'}://{host}:{real.port}"
+def _item_secret(keys: RunKeys, seed: int) -> bytes:
+    """Return 32 bytes from which item seeds are drawn: the same for a run's whole life."""
+    return blake3(keys.sign(b"echo2p2p items 0\x00" + str(seed).encode())).digest()

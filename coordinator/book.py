@@ -25,6 +25,7 @@ from coordinator.schema import (
     PayloadRow,
     QueuedRow,
     VersionRow,
+    stored,
 )
 from echo2p2p.ids import Generation, Incarnation, LeaseId, PeerId, Step, Version
 from echo2p2p.net.ports import Rows, Store
@@ -168,7 +169,7 @@ class Book:
                     cast("bytes", row[0]),
                     cast("Version", row[1]),
                     cast("Version | None", row[2]),
-                    codec.decode(cast("bytes", row[3]), Signed),
+                    stored(cast("bytes", row[3]), Signed),
                     cast("int", row[4]),
                 )
                 for row in found
@@ -176,25 +177,31 @@ class Book:
 
         return await self._store.transact(work)
 
-    async def delta_sizes(self) -> list[int]:
-        """Return the wire bytes of every delta ever published, retained or not."""
+    async def delta_sizes(self) -> tuple[int, int, float]:
+        """Return count, bytes and sum of 1 / bytes of all deltas ever published, on the wire."""
 
-        def work(rows: Rows) -> list[int]:
+        def work(rows: Rows) -> tuple[int, int, float]:
             found = rows.execute(
-                "SELECT wire_bytes FROM payloads WHERE base_version IS NOT NULL ORDER BY version"
-            ).fetchall()
-            return [cast("int", row[0]) for row in found]
+                "SELECT count(*), coalesce(sum(wire_bytes), 0), "
+                "coalesce(sum(1.0 / wire_bytes), 0.0) FROM payloads "
+                "WHERE base_version IS NOT NULL"
+            ).fetchone()
+            return cast("tuple[int, int, float]", found)
 
         return await self._store.transact(work)
 
     async def forget_payloads(self, manifest_ids: Iterable[bytes]) -> None:
-        """Mark payloads as no longer retained; their blobs may then be deleted."""
+        """Mark payloads as no longer retained; their blobs may then be deleted.
+
+        Only their sizes are kept.
+        """
         ids = list(manifest_ids)
 
         def work(rows: Rows) -> None:
             for manifest_id in ids:
                 rows.execute(
-                    "UPDATE payloads SET retained = 0 WHERE manifest_id = ?", (manifest_id,)
+                    "UPDATE payloads SET retained = 0, signed = x'' WHERE manifest_id = ?",
+                    (manifest_id,),
                 )
 
         await self._store.transact(work)
@@ -330,7 +337,7 @@ class Book:
             ).fetchall()
             return [
                 OpenLease(
-                    codec.decode(cast("bytes", row[0]), Lease),
+                    stored(cast("bytes", row[0]), Lease),
                     *cast("tuple[PeerId, Incarnation, int]", row[1:]),
                 )
                 for row in found
@@ -348,10 +355,10 @@ class Book:
             ).fetchall()
             return [
                 QueuedRow(
-                    codec.decode(cast("bytes", row[0]), Lease),
+                    stored(cast("bytes", row[0]), Lease),
                     cast("PeerId", row[1]),
                     cast("int", row[2]),
-                    codec.decode(cast("bytes", row[3]), Upload),
+                    stored(cast("bytes", row[3]), Upload),
                 )
                 for row in found
             ]
@@ -431,6 +438,10 @@ class Book:
         """Return the balance counted afresh from the rows, not from the events."""
         return await self._store.transact(recount)
 
+    async def audit(self) -> tuple[Balance, Balance]:
+        """Return the balance by events and by rows, both of one moment."""
+        return await self._store.transact(lambda rows: (balance(rows), recount(rows)))
+
     async def by_peer(self) -> dict[PeerId, dict[str, int]]:
         """Return accepted and rejected trajectories by peer, counted from the rows."""
 
@@ -445,6 +456,25 @@ class Book:
             for row in found:
                 peer_id, fate, count = cast("tuple[PeerId, str, int]", row)
                 result.setdefault(peer_id, {})[fate] = count
+            return result
+
+        return await self._store.transact(work)
+
+    async def rejected_by_peer(self) -> dict[PeerId, dict[str, int]]:
+        """Return rejected trajectories by peer and reason, counted from the rows."""
+
+        def work(rows: Rows) -> dict[PeerId, dict[str, int]]:
+            found = rows.execute(
+                "SELECT peer_id, reason, sum(count) FROM ("
+                "SELECT peer_id, reason, sum(samples) AS count FROM leases "
+                "WHERE fate = 'rejected' GROUP BY 1, 2 UNION ALL "
+                "SELECT peer_id, reason, sum(count) FROM archive WHERE fate = 'rejected' "
+                "GROUP BY 1, 2) GROUP BY 1, 2 ORDER BY 1, 2"
+            ).fetchall()
+            result: dict[PeerId, dict[str, int]] = {}
+            for row in found:
+                peer_id, reason, count = cast("tuple[PeerId, str, int]", row)
+                result.setdefault(peer_id, {})[reason] = count
             return result
 
         return await self._store.transact(work)

@@ -14,6 +14,7 @@ from echo2p2p.limits import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
     HTTP_BODY_BYTES_MAX,
+    MIB,
     SAMPLES_PER_LEASE_MAX,
     TOKENS_PER_SAMPLE_MAX,
 )
@@ -22,8 +23,18 @@ from echo2p2p.rollouts.admission import default_publication_period
 Positive = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
+LOOPBACK_HOSTS: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+"""Names of this machine that no other machine can reach."""
 UPLOAD_BYTES_PER_TOKEN: Final = 8
 """An id and a log-prob. Half of a body is kept free for what surrounds them."""
+UPLOAD_BYTES_PER_SAMPLE: Final = 1024
+"""Names of fields, and spans of a few versions."""
+GROUP_BYTES_PER_SAMPLE: Final = 1024
+"""Two arrays and what surrounds them, in memory."""
+BATCH_BYTES_MAX: Final = 3 * 1024 * MIB
+"""Of answers in one call of the learner; a message to a child takes 4 GiB with its prompts."""
+UPLOAD_BYTES_BASE: Final = 64 * 1024
+"""What is not worth counting."""
 
 
 class Section(BaseModel):
@@ -53,13 +64,18 @@ class ServerSection(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 7070
     """HTTP(S) port; 0 takes a free one and prints it."""
     public_url: str | None = None
-    """How peers reach it, if not by host and port (behind a proxy or NAT)."""
+    """How peers reach it, if not by host and port; needed with ``host`` 0.0.0.0 or ::."""
     relay_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port of the coordinator's own relay; 0 takes a free one."""
     relay_public_host: str | None = None
-    """How peers reach the relay, if not by `host`."""
+    """How peers reach the relay, if not by the host of `public_url`, or `host`."""
     tls: Literal["auto", "on", "off"] = "auto"
     """``auto``: off on loopback, on elsewhere."""
+
+    @property
+    def uses_tls(self) -> bool:
+        """`tls` as used."""
+        return self.tls == "on" or (self.tls == "auto" and self.host not in LOOPBACK_HOSTS)
 
 
 class ModelSection(Section):
@@ -73,9 +89,13 @@ class TaskSection(Section):
     """What is rolled out and how it is scored."""
 
     name: str = "sort_digits"
-    """See `echo2p2p.tasks.registry`."""
+    """A task of this package, or one of your own as ``package.module:ClassName``."""
     options: dict[str, int | float | str | bool] = {}
     """Passed to the task."""
+    item_timeout_s: PositiveFloat = 60.0
+    """The task's code may take this long over one item; after that it is killed."""
+    memory_max_bytes: Positive = 4_000_000_000
+    """Memory that the task's process may use; one that uses more is killed."""
 
 
 class RolloutsSection(Section):
@@ -99,6 +119,9 @@ class RolloutsSection(Section):
     """0 keeps all."""
     lease_timeout_s: PositiveFloat = 300.0
     """A lease not answered by then is given to another peer."""
+    queue_bytes_max: Positive = 4 * 1024 * MIB
+    """Memory for rollouts that wait for a step. No leases are given whose answers, if they were as
+    long as they may be, would not fit beside what there is."""
 
     @property
     def kappa(self) -> int:
@@ -109,6 +132,20 @@ class RolloutsSection(Section):
     def batch(self) -> int:
         """R: trajectories a step."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def group_bytes_max(self) -> int:
+        """Memory of one accepted group whose answers are as long as they may be; no prompt."""
+        return self.samples_per_prompt * (
+            GROUP_BYTES_PER_SAMPLE + UPLOAD_BYTES_PER_TOKEN * self.tokens_max
+        )
+
+    @property
+    def upload_bytes_max(self) -> int:
+        """Longest body that answers a lease of these settings; twice what it should need."""
+        sample_bytes = UPLOAD_BYTES_PER_SAMPLE + 2 * UPLOAD_BYTES_PER_TOKEN * self.tokens_max
+        whole = UPLOAD_BYTES_BASE + self.samples_per_prompt * sample_bytes
+        return min(HTTP_BODY_BYTES_MAX, whole)
 
 
 class WarmStartSection(Section):
@@ -155,6 +192,8 @@ class LearnerSection(Section):
     """Older ones are removed."""
     restarts_max: Annotated[int, Field(ge=0)] = 5
     """Restarts without a step in between, after which the run fails."""
+    step_timeout_s: PositiveFloat = 3600.0
+    """A step that takes longer is a hung learner."""
     warm_start: WarmStartSection = WarmStartSection()
     """Before version 0."""
 
@@ -211,6 +250,18 @@ class Settings(Section):
                 f"rollouts.tokens_max {rollouts.tokens_max} for {rollouts.samples_per_prompt} "
                 f"samples makes uploads of {upload_bytes} bytes, over the limit of "
                 f"{HTTP_BODY_BYTES_MAX // 2}; lower one of them"
+            )
+        batch_bytes = rollouts.prompts_per_step * rollouts.group_bytes_max
+        if batch_bytes > rollouts.queue_bytes_max:
+            raise ValueError(
+                f"rollouts.queue_bytes_max {rollouts.queue_bytes_max} holds no whole batch of "
+                f"{batch_bytes} bytes; raise it, or lower tokens_max or prompts_per_step"
+            )
+        if batch_bytes > BATCH_BYTES_MAX:
+            raise ValueError(
+                f"rollouts.prompts_per_step {rollouts.prompts_per_step} makes batches of up to "
+                f"{batch_bytes} bytes; the learner takes {BATCH_BYTES_MAX} at once; lower it, "
+                "or tokens_max"
             )
         if membership.term_s < 2 * membership.heartbeat_s:
             raise ValueError(

@@ -22,6 +22,7 @@ from coordinator.run_state import RunState
 from coordinator.task_keeper import Answer, TaskKeeper
 from coordinator.task_port import Done, Turn
 from echo2p2p.ids import LeaseId, PeerId
+from echo2p2p.limits import MIB
 from echo2p2p.net.ports import Journal
 from echo2p2p.rollouts.admission import age
 from echo2p2p.rollouts.batch import Dropped, GroupQueue, ScoredGroup
@@ -37,7 +38,10 @@ TASK_FAILED: Final = "task.failed"
 OUTCOMES_MAX: Final = 256
 """Outcomes kept for a peer until its next heartbeat; older ones are dropped."""
 SCORED_AT_ONCE_MAX: Final = 64
-"""Groups in one call of the task worker."""
+SCORED_AT_ONCE_BYTES_MAX: Final = 32 * MIB
+"""Groups in one call of the task worker, and their bytes; one group always goes."""
+BACKLOG_BYTES_MAX: Final = 256 * MIB
+"""Tokens and log-probs of groups that are not scored yet; beyond it uploads are put off."""
 
 
 @dataclass(eq=False)
@@ -61,7 +65,10 @@ class Intake:
         queue: GroupQueue,
         staleness_budget: int,
         journal: Journal,
+        backlog_bytes_max: int = BACKLOG_BYTES_MAX,
     ) -> None:
+        self._backlog_bytes_max = backlog_bytes_max
+        self._backlog_bytes = 0
         self._book = book
         self._state = state
         self._desk = desk
@@ -73,6 +80,16 @@ class Intake:
         self._arrived = trio.lowlevel.ParkingLot()
         self._watches: list[_Watch] = []
         self._outcomes: dict[PeerId, deque[Outcome]] = {}
+
+    @property
+    def unscored(self) -> int:
+        """Accepted groups that wait for the task worker."""
+        return len(self._unscored)
+
+    @property
+    def full(self) -> bool:
+        """Whether no upload should be read now. Other threads may ask too."""
+        return self._backlog_bytes >= self._backlog_bytes_max
 
     async def load(self) -> None:
         """Take up the accepted uploads that no step has consumed."""
@@ -89,6 +106,8 @@ class Intake:
                 self._desk.give_back(row.seed)
             else:
                 self._unscored.append(group)
+                self._backlog_bytes += _bytes_of(group)
+        self._arrived.unpark_all()  # `run` waits already, and perhaps no upload will ever come
 
     # --- uploads ------------------------------------------------------------------------------
 
@@ -115,7 +134,8 @@ class Intake:
         if isinstance(group, Refused):
             if not await self._book.reject([(lease_id, samples)], Place.IN_FLIGHT, group.reason):
                 return await self._answer_late(member, lease_id)
-            self._desk.close(lease_id, give_back=True)
+            aborted = group.reason is Reason.ABORTED
+            self._desk.close(lease_id, give_back=True, aborted=aborted)
             self._journal.event(
                 UPLOAD_REJECTED, peer=member.peer_id, reason=group.reason, detail=group.detail
             )
@@ -129,6 +149,7 @@ class Intake:
                 await self.drop([Dropped(group, Reason.DEAD_GENERATION)])
             else:
                 self._unscored.append(group)
+                self._backlog_bytes += _bytes_of(group)
                 self._arrived.unpark_all()
         self._journal.event(
             UPLOAD_ACCEPTED, peer=member.peer_id, lease=lease_id[:8], tokens=group.tokens
@@ -155,6 +176,11 @@ class Intake:
 
     def decided(self, group: Group, reason: Reason | None) -> None:
         """Note for the peer's next heartbeat what became of its group in the end."""
+        members = self._state.members
+        if not members.is_live(group.peer_id):
+            return  # nobody will ask
+        if len(self._outcomes) > len(members):
+            self._outcomes = {p: told for p, told in self._outcomes.items() if members.is_live(p)}
         waiting = self._outcomes.setdefault(group.peer_id, deque(maxlen=OUTCOMES_MAX))
         waiting.append(Outcome(lease_id=group.lease_id, accepted=reason is None, reason=reason))
 
@@ -163,7 +189,10 @@ class Intake:
         return list(self._outcomes.pop(peer_id, ()))
 
     async def drop(self, dropped: list[Dropped]) -> None:
-        """Reject groups that had been accepted; their prompts are handed out again."""
+        """Reject groups that had been accepted; their prompts are handed out again.
+
+        Not those that the task has failed on: it would fail again, and again.
+        """
         for reason in sorted({item.reason for item in dropped}):
             groups = [item.group for item in dropped if item.reason is reason]
             await self._book.reject(
@@ -171,7 +200,8 @@ class Intake:
             )
             for group in groups:
                 self.decided(group, reason)
-                self._desk.give_back(group.seed)
+                if reason is not Reason.TASK_FAILED:
+                    self._desk.give_back(group.seed)
             self._journal.event(GROUP_DROPPED, reason=reason.value, groups=len(groups))
 
     # --- scoring ------------------------------------------------------------------------------
@@ -181,14 +211,12 @@ class Intake:
 
         Raises:
             ChildError: The task worker is gone and could not be started again.
+            ConfigError: Nor ever could be, with these settings.
         """
         while True:
             while not self._unscored:
                 await self._arrived.park()
-            groups = [
-                self._unscored.popleft()
-                for _ in range(min(len(self._unscored), SCORED_AT_ONCE_MAX))
-            ]
+            groups = self._next_unscored()
             with self._watch(groups) as lost:
                 flat = await self._tasks.score(
                     [(group.seed, [_turn(turn)]) for group in groups for turn in group.turns]
@@ -200,7 +228,19 @@ class Intake:
                         await self.drop([Dropped(group, Reason.DEAD_GENERATION)])
                     else:
                         await self._scored(group, verdicts)
-            self._state.notify()
+                    self._backlog_bytes -= _bytes_of(group)
+            self._state.notify_scored()
+
+    def _next_unscored(self) -> list[Group]:
+        """Take what goes into one call of the task worker, at least one group."""
+        groups, room = [self._unscored.popleft()], SCORED_AT_ONCE_BYTES_MAX
+        room -= _bytes_of(groups[0])
+        while self._unscored and len(groups) < SCORED_AT_ONCE_MAX:
+            room -= _bytes_of(self._unscored[0])
+            if room < 0:
+                break
+            groups.append(self._unscored.popleft())
+        return groups
 
     async def _scored(self, group: Group, answers: list[Answer]) -> None:
         rewards = np.zeros(len(answers), dtype=np.float64)
@@ -239,8 +279,13 @@ class Intake:
             watch.lost |= {g.lease_id for g in watch.groups if g.newest_step > floor}
         lost = [group for group in self._unscored if group.newest_step > floor]
         self._unscored = deque(g for g in self._unscored if g.newest_step <= floor)
+        self._backlog_bytes -= sum(_bytes_of(group) for group in lost)
         dropped = [Dropped(group, Reason.DEAD_GENERATION) for group in lost]
         await self.drop(dropped + self._queue.drop_lost(floor))
+
+
+def _bytes_of(group: Group) -> int:
+    return sum(turn.tokens.nbytes + turn.logprobs.nbytes for turn in group.turns)
 
 
 def _turn(turn: Generated) -> Turn:

@@ -23,7 +23,7 @@ from coordinator.run_state import RunState
 from coordinator.schema import OpenLease
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import Opening, TaskInfo
-from echo2p2p.errors import ChildError
+from echo2p2p.errors import ChildError, ConfigError
 from echo2p2p.ids import Incarnation, LeaseId, PeerId, Version
 from echo2p2p.limits import LEASES_PER_CALL_MAX
 from echo2p2p.net.ports import Entropy, Journal
@@ -38,6 +38,11 @@ LEASES_ENDED: Final = "leases.ended"
 ITEM_FAILED: Final = "item.failed"
 RETURNED_MAX: Final = 100_000
 """Prompts waiting to be handed out again; the oldest are forgotten beyond that."""
+PROMPT_BYTES_PER_TOKEN: Final = 4
+ABORTS_MAX: Final = 5
+"""Peers that may give a prompt back unanswered before it is left out: perhaps nobody can."""
+ABORTS_REMEMBERED: Final = 10_000
+"""Prompts of which that is counted; the oldest are forgotten beyond that."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class LeaseDesk:
         tasks: TaskKeeper,
         info: TaskInfo,
         settings: RolloutsSection,
-        run_seed: int,
+        item_secret: bytes,
         entropy: Entropy,
         journal: Journal,
     ) -> None:
@@ -68,15 +73,21 @@ class LeaseDesk:
         self._tasks = tasks
         self._info = info
         self._settings = settings
-        self._run_seed = run_seed
+        self._item_secret = item_secret
         self._rng = entropy.rng("leases")
         self._journal = journal
+        prompt_bytes = PROMPT_BYTES_PER_TOKEN * (info.positions_max or 0)
+        self._groups_max = max(
+            settings.prompts_per_step,  # a batch must fit, or nothing would ever be trained
+            settings.queue_bytes_max // (settings.group_bytes_max + prompt_bytes),
+        )
         self._held: dict[LeaseId, _Held] = {}
         self._returned: deque[int] = deque(maxlen=RETURNED_MAX)
+        self._aborts: dict[int, int] = {}
         self._next_item = 0
         self._granting = trio.Lock()
         self._failed = trio.Event()
-        self._failure: ChildError | None = None
+        self._failure: ChildError | ConfigError | None = None
 
     async def load(self) -> None:
         """Take up the leases that were in flight when we last stopped."""
@@ -101,9 +112,11 @@ class LeaseDesk:
             if leases or trio.current_time() >= deadline_s:
                 return leases
             with trio.move_on_at(deadline_s):
-                await self._state.changed.park()
+                await self._state.work.park(member.peer_id)
 
     async def _grant(self, member: Member, request: LeaseRequest) -> list[Lease]:
+        if self._count(member, request)[0] <= 0:  # most who are woken: they need not queue
+            return []
         async with self._granting:
             with trio.CancelScope(shield=True):  # a half-made grant would strand its prompts
                 leases = await self._grant_now(member, request)
@@ -120,18 +133,13 @@ class LeaseDesk:
         return leases
 
     async def _grant_now(self, member: Member, request: LeaseRequest) -> list[Lease]:
-        current = self._state.members.find(member.peer_id, member.incarnation)
-        if current is None or current.state is not State.ACTIVE or not self._state.leasing:
-            return []
-        # A peer that waits here may have switched since it asked; its heartbeat says so.
-        version = Version(max(request.version, current.version or 0))
-        count = min(request.leases_max, LEASES_PER_CALL_MAX, self._room(version))
+        count, version = self._count(member, request)
         if count <= 0:
             return []
         seeds = self._draw(count)
         try:
             openings = await self._tasks.open(seeds)
-        except ChildError as error:
+        except (ChildError, ConfigError) as error:
             self._failure = error
             self._failed.set()
             return []
@@ -152,12 +160,25 @@ class LeaseDesk:
             return []
         return leases
 
+    def _count(self, member: Member, request: LeaseRequest) -> tuple[int, Version]:
+        """Return how many leases this request may get now (0 or less: none), of which version."""
+        version = Version(request.version)
+        current = self._state.members.find(member.peer_id, member.incarnation)
+        if current is None or current.state is not State.ACTIVE or not self._state.leasing:
+            return 0, version
+        # A peer that waits here may have switched since it asked; its heartbeat says so.
+        version = Version(max(version, current.version or 0))
+        return min(request.leases_max, LEASES_PER_CALL_MAX, self._room(version)), version
+
     def _room(self, version: Version) -> int:
         """Return how many whole groups may be leased for the peer's version."""
         step = self._state.version_step(version)
         if step is None:
             return 0
         balance = self._book.ledger.statistics()
+        memory = self._groups_max - -(
+            -(balance.queued + balance.in_flight) // self._settings.samples_per_prompt
+        )
         trajectories = room(
             learner_step=self._state.step,
             queued=balance.queued,
@@ -166,22 +187,29 @@ class LeaseDesk:
             staleness_budget=self._settings.staleness_budget,
             batch=self._settings.batch,
         )
-        return trajectories // self._settings.samples_per_prompt
+        return max(0, min(trajectories // self._settings.samples_per_prompt, memory))
 
     def _draw(self, count: int) -> list[int]:
-        """Return item seeds: returned ones first, then new ones that only ``run.seed`` tells."""
+        """Return item seeds: returned ones first, then new ones that no peer can guess.
+
+        Tasks are public code, so whoever knew an item's seed would know its answer.
+        """
         seeds: list[int] = []
         while len(seeds) < count:
             if self._returned:
                 seeds.append(self._returned.popleft())
             else:
-                name = f"echo2p2p item {self._run_seed} {self._next_item}".encode()
-                seeds.append(int.from_bytes(blake3(name).digest(8), "little") >> 1)
+                number = self._next_item.to_bytes(8, "little")
+                drawn = blake3(number, key=self._item_secret).digest(length=8)
+                seeds.append(int.from_bytes(drawn, "little") >> 1)
                 self._next_item += 1
         return seeds
 
     def _lease(self, prompt: NDArray[np.uint32], version: Version) -> Lease:
-        settings = self._settings
+        settings, positions = self._settings, self._info.positions_max
+        tokens_max = settings.tokens_max
+        if positions is not None:  # an answer that its model cannot finish would be malformed
+            tokens_max = min(tokens_max, positions - int(prompt.size))
         return Lease(
             lease_id=f"{self._rng.getrandbits(128):032x}",
             kind="train",
@@ -191,7 +219,7 @@ class LeaseDesk:
             sampling=Sampling(
                 temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k
             ),
-            tokens_max=settings.tokens_max,
+            tokens_max=tokens_max,
             stop_ids=list(self._info.stop_ids),
             forced=None,
             version=version,
@@ -213,12 +241,31 @@ class LeaseDesk:
         held = self._held.get(lease_id)
         return None if held is None else held.open
 
-    def close(self, lease_id: LeaseId, *, give_back: bool) -> None:
-        """Forget a lease that the book has moved; ``give_back``: hand its prompt out again."""
+    def close(self, lease_id: LeaseId, *, give_back: bool, aborted: bool = False) -> None:
+        """Forget a lease that the book has moved.
+
+        Args:
+            lease_id: Of any lease.
+            give_back: Hand its prompt out again,
+            aborted: though not for ever, if all that ask for it give it back.
+        """
         held = self._held.pop(lease_id, None)
-        if held is not None and give_back:
-            self._returned.append(held.open.seed)
-        self._state.notify()
+        if held is None or not give_back:
+            return
+        seed = held.open.seed
+        if aborted and self._aborted(seed) >= ABORTS_MAX:
+            detail = f"{ABORTS_MAX} peers gave its prompt back unanswered; it is left out"
+            self._journal.event(ITEM_FAILED, detail=detail)
+        else:
+            self.give_back(seed)
+
+    def _aborted(self, seed: int) -> int:
+        """Count one more; return how often in all."""
+        count = self._aborts.pop(seed, 0) + 1
+        self._aborts[seed] = count
+        if len(self._aborts) > ABORTS_REMEMBERED:
+            del self._aborts[next(iter(self._aborts))]
+        return count
 
     def give_back(self, seed: int) -> None:
         """Hand out again the prompt of a group that was accepted and then dropped."""
@@ -246,6 +293,7 @@ class LeaseDesk:
 
         Raises:
             ChildError: The task worker is gone and could not be started again.
+            ConfigError: Nor ever could be, with these settings.
         """
         while True:
             now = trio.current_time()

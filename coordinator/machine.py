@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Final
 
 from coordinator.app import CoordinatorPorts
 from coordinator.config import Settings
@@ -14,14 +15,19 @@ from coordinator.learner.client import TorchLearnerProcess
 from coordinator.model import prepare_model
 from coordinator.schema import MIGRATIONS
 from coordinator.task_client import TaskWorkerProcess
-from echo2p2p.errors import ConfigError
-from echo2p2p.net.aio import AioHttpServer, open_aio
+from echo2p2p.errors import StoreError
+from echo2p2p.net.aio import AioHttpServer, HttpLimits, open_aio
 from echo2p2p.net.blobs import FileBlobs
+from echo2p2p.net.disk_errors import guard_disk, make_folders
 from echo2p2p.net.memory import FileMemory
+from echo2p2p.net.open_files import allow_connections
 from echo2p2p.net.ports import Journal
 from echo2p2p.net.store import SqliteStore
 from echo2p2p.net.system import SystemClock, SystemEntropy, ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
+
+CONNECTIONS_LIMITED: Final = "http.connections_limited"
+ULIMIT: Final = "the system allows this process no more open files; see ulimit -Hn"
 
 
 class FolderShelf:
@@ -35,7 +41,8 @@ class FolderShelf:
         """Return the folder of a step; one left by an earlier life at this step is removed."""
         folder = self._root / f"step-{step:06d}"
         if folder.exists():
-            shutil.rmtree(folder)
+            with guard_disk(f"remove {folder}"):
+                shutil.rmtree(folder)
         return folder
 
     def newest(self) -> Path | None:
@@ -61,15 +68,16 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
         StoreError: The disk refused.
     """
     folder = Path(settings.run.folder).expanduser()
-    try:
-        for name in ("payloads", "checkpoints", "logs", "memory"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("run.folder", f"cannot write {folder}: {error.strerror}") from error
+    names = ("payloads", "checkpoints", "logs", "memory")
+    make_folders("run.folder", folder, *(folder / name for name in names))
     spec = settings.model.path
     model_dir = folder / "model" if spec.startswith("@") else Path(spec).expanduser()
     prepare_model(spec, model_dir)
     logs = folder / "logs"
+    wanted = HttpLimits.connections_max
+    limits = HttpLimits(connections_max=allow_connections(wanted))
+    if limits.connections_max < wanted:
+        journal.event(CONNECTIONS_LIMITED, allowed=limits.connections_max, detail=ULIMIT)
     async with (
         SqliteStore.open(folder / "run.sqlite", MIGRATIONS) as store,
         open_aio(journal) as aio,
@@ -80,35 +88,65 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
             journal=journal,
             offload=ThreadOffload(),
             streams=TcpStreams(),
-            make_http_server=lambda tls: AioHttpServer(aio, tls, journal),
+            make_http_server=lambda tls: AioHttpServer(aio, tls, journal, limits),
             store=store,
             blobs=FileBlobs(folder / "payloads"),
             memory=FileMemory(folder / "memory"),
             shelf=FolderShelf(folder / "checkpoints"),
-            make_learner=lambda: TorchLearnerProcess(log_file=logs / "learner.log"),
-            make_task_worker=lambda: TaskWorkerProcess(log_file=logs / "task_worker.log"),
+            make_learner=lambda: TorchLearnerProcess(
+                train_timeout_s=settings.learner.step_timeout_s, log_file=logs / "learner.log"
+            ),
+            make_task_worker=lambda: TaskWorkerProcess(
+                item_timeout_s=settings.task.item_timeout_s,
+                memory_max_bytes=settings.task.memory_max_bytes,
+                log_file=logs / "task_worker.log",
+            ),
             model_dir=model_dir,
             model_config=(model_dir / "config.json").read_text(encoding="utf-8"),
         )
 
 
-def export_trained(run_folder: Path) -> Path:
+def export_trained(run_folder: Path) -> Path | None:
     """Copy the newest checkpoint without optimizer and position to ``<run>/trained``.
 
-    The result is a plain Hugging Face folder.
+    The result is a plain Hugging Face folder; ``None`` if the run was stopped before it had one.
+
+    Raises:
+        StoreError: The disk refused; what was there before still is.
     """
     newest = FolderShelf(run_folder / "checkpoints").newest()
-    assert newest is not None, "a finished run has a checkpoint"
+    if newest is None:
+        return None
     target, fresh = run_folder / "trained", run_folder / "trained.new"
-    shutil.rmtree(fresh, ignore_errors=True)
-    shutil.copytree(newest, fresh, ignore=shutil.ignore_patterns("optimizer.pt", "position.json"))
-    shutil.rmtree(target, ignore_errors=True)
-    fresh.rename(target)
+    left_out = shutil.ignore_patterns("optimizer.pt", "position.json")
+    with guard_copy(target):
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(newest, fresh, ignore=left_out)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)
     return target
 
 
+@contextmanager
+def guard_copy(target: Path) -> Iterator[None]:
+    """As `guard_disk`, for `shutil`, which collects its errors as text."""
+    try:
+        with guard_disk(f"write {target}"):
+            yield
+    except StoreError as error:
+        if isinstance(error.__cause__, shutil.Error):
+            detail = str(error.__cause__.args[0][0][2])
+            raise StoreError(f"cannot write {target}: {detail}: free some space") from error
+        raise
+
+
 def write_json(path: Path, value: object) -> None:
-    """Write a JSON file for people, whole or not at all."""
+    """Write a JSON file for people, whole or not at all.
+
+    Raises:
+        StoreError: The disk refused.
+    """
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    with guard_disk(f"write {path}"):
+        fresh.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        fresh.replace(path)

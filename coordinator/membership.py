@@ -28,6 +28,9 @@ from echo2p2p.wire.messages import Address, Heartbeat, JoinRequest, Measurements
 
 MEMBERS_MAX: Final = 10_000
 """Live members; beyond it a join is told to come back."""
+IDENTITIES_MAX: Final = 100_000
+"""Identities in the life of a run; beyond it no new one is taken. Anybody with the token can make
+as many as they like, and each is remembered: its incarnations, its row, its counts."""
 
 
 class State(enum.StrEnum):
@@ -160,7 +163,10 @@ class Membership:
                 del self._contenders[peer_id]
                 return Duplicate()
             return Wait(max(0.1, current.term_end_s - now))
-        if len(self._live) >= MEMBERS_MAX:
+        known = peer_id in self._incarnations
+        if len(self._live) >= MEMBERS_MAX or (
+            not known and len(self._incarnations) >= IDENTITIES_MAX
+        ):
             return Full()
         incarnation = Incarnation(self._incarnations.get(peer_id, 0) + 1)
         member = Member(
@@ -177,7 +183,6 @@ class Membership:
         self._live[peer_id] = member
         self._by_credential[credential] = peer_id
         self._incarnations[peer_id] = incarnation
-        self._contenders.pop(peer_id, None)
         return Joined(member)
 
     def heartbeat(self, peer_id: PeerId, beat: Heartbeat, now: float) -> Member | None:
@@ -220,15 +225,26 @@ class Membership:
         """Return when `on_time` should next be called."""
         return min((member.term_end_s for member in self._live.values()), default=None)
 
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def is_live(self, peer_id: PeerId) -> bool:
+        """Whether any incarnation of this peer is a member now."""
+        return peer_id in self._live
+
     def find(self, peer_id: PeerId, incarnation: Incarnation) -> Member | None:
         """Return a live member of exactly this incarnation."""
         member = self._live.get(peer_id)
         return member if member is not None and member.incarnation == incarnation else None
 
+    def get(self, peer_id: PeerId) -> Member | None:
+        """Return the live member with this identity, whichever its incarnation."""
+        return self._live.get(peer_id)
+
     def by_credential(self, credential: bytes) -> Member | None:
-        """Return the live member with this credential digest."""
+        """Return the live member with this credential digest. Other threads may ask too."""
         peer_id = self._by_credential.get(credential)
-        return None if peer_id is None else self._live[peer_id]
+        return None if peer_id is None else self._live.get(peer_id)
 
     def live(self) -> list[Member]:
         """Return all live members in order of their ids."""

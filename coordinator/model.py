@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from echo2p2p.errors import ConfigError
+from echo2p2p.net.disk_errors import guard_disk
 from echo2p2p.tasks.base import Prompt
 
 TINY_QWEN3: Final = "@tiny-qwen3"
@@ -60,11 +61,13 @@ def prepare_model(spec: str, folder: Path) -> None:
 
     Raises:
         ConfigError: No such preset, or the folder is not a model's.
+        StoreError: The disk refused.
     """
     if spec == TINY_QWEN3:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "config.json").exists():
-            _write_tiny(folder)
+        with guard_disk(f"write {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / "config.json").exists():
+                _write_tiny(folder)
     elif spec.startswith("@"):
         raise ConfigError("model.path", f"no built-in model {spec!r}; there is {TINY_QWEN3}")
     for name in ("config.json", "tokenizer.json"):
@@ -84,7 +87,7 @@ def _write_tiny(folder: Path) -> None:
         single=f"{SPECIAL[BOS]} $A", special_tokens=[(SPECIAL[BOS], BOS)]
     )
     tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_json(
         folder / "tokenizer_config.json",
         {
@@ -102,7 +105,9 @@ def _write_tiny(folder: Path) -> None:
 
 
 def _write_json(file: Path, value: object) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    fresh.replace(file)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -135,7 +140,10 @@ class FolderTokenizer:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError("model.path", f"{folder} has no tokenizer.json")
-        self._tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise ConfigError("model.path", f"{file} is no tokenizer: {error}") from error
         self._settings = read_json(folder / "tokenizer_config.json")
         config = read_json(folder / "config.json")
         text_config = {**config, **config.get("text_config", {})}

@@ -21,9 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.book import Book
 from coordinator.config import WeightsSection
+from coordinator.payloads import PayloadStore, assemble, blob_name
 from coordinator.run_state import RunState
 from coordinator.schema import PayloadRow, VersionRow
-from echo2p2p.errors import IntegrityError, LocalProtocolError, StoreError
+from echo2p2p.errors import IntegrityError, StoreError
 from echo2p2p.ids import Digest, Generation, ManifestId, RunId, Step, Version
 from echo2p2p.net.ports import Blobs, Journal, Offload
 from echo2p2p.net.relay import RelayNode
@@ -37,6 +38,9 @@ from echo2p2p.wire.signing import open_record, sign_record
 
 VERSION_PUBLISHED: Final = "version.published"
 VERSIONS_RESTORED: Final = "versions.restored"
+CHAIN_LOST: Final = "chain.lost"
+CHAIN_DELTAS_MAX: Final = 128
+"""Deltas after which an anchor is made whatever their size: they are all kept until then."""
 VERSIONS_KEPT: Final = 8
 """Newest versions whose payloads are all kept: somebody may be in the middle of fetching one."""
 
@@ -61,19 +65,22 @@ class WeightBytes:
 
     anchor_bytes: int
     """Of the newest anchor."""
-    delta_bytes: tuple[int, ...]
+    deltas: int
+    delta_bytes: int
+    """Of all of them."""
+    delta_inverses: float
+    """Sum over deltas of 1 / bytes."""
     state_bytes: int
 
     @property
     def delta_bytes_mean(self) -> float:
         """Mean wire bytes of a delta; 0 before the first."""
-        return sum(self.delta_bytes) / len(self.delta_bytes) if self.delta_bytes else 0.0
+        return self.delta_bytes / self.deltas if self.deltas else 0.0
 
     @property
     def ratio_mean(self) -> float:
         """Mean over deltas of raw bytes by wire bytes; 0 before the first."""
-        ratios = [self.state_bytes / n for n in self.delta_bytes]
-        return sum(ratios) / len(ratios) if ratios else 0.0
+        return self.state_bytes * self.delta_inverses / self.deltas if self.deltas else 0.0
 
 
 class Publisher:
@@ -107,7 +114,8 @@ class Publisher:
         self._signed: dict[ManifestId, Signed] = {}
         self._since_anchor_bytes = 0
         self._anchor_bytes = 0
-        self._delta_bytes: list[int] = []
+        self._deltas, self._delta_bytes, self._delta_inverses = 0, 0, 0.0
+        self._since_anchor = 0
         self._source_bytes_before = (0, 0)
 
     @property
@@ -126,67 +134,44 @@ class Publisher:
     async def load(self, layout: Layout) -> None:
         """Take the learner's layout, and rebuild the published bits if there are any.
 
+        What is damaged on disk is mended or left out (`coordinator.payloads`).
+
         Raises:
-            StoreError: The stored chain is broken: the run cannot be continued from it.
+            StoreError: The disk refused.
         """
         self._layout = layout
         self._chain_id = layout.digest.hex()[:16]
-        stored = await self._book.get("source_bytes")
-        if stored is not None:
-            self._source_bytes_before = msgspec.json.decode(stored, type=tuple[int, int])
+        sent = await self._book.get("source_bytes")
+        if sent is not None:
+            self._source_bytes_before = msgspec.json.decode(sent, type=tuple[int, int])
         for row in await self._book.versions():
             self._state.add_version(row.version, row.step, dead=row.dead)
-        for payload in await self._book.payloads():
-            link = chain.Link(
-                manifest_id=ManifestId(payload.manifest_id),
-                version=payload.version,
-                base_version=payload.base_version,
-                wire_bytes=payload.wire_bytes,
-            )
-            self._links[link.manifest_id] = link
-            self._signed[link.manifest_id] = payload.signed
-            self._count(link)
-        self._delta_bytes = await self._book.delta_sizes()
-        if self._state.latest is not None:
-            await self._rebuild(self._state.latest)
-            self._journal.event(VERSIONS_RESTORED, latest=self._state.latest)
-
-    async def _rebuild(self, latest: Version) -> None:
-        path = chain.plan_path(list(self._links.values()), None, latest)
-        if path is None:
-            raise StoreError(f"no stored payloads lead to version {latest}; the run is damaged")
-        for identity in self._links:
-            self._offer(identity, await self._blobs.get(_blob_name(identity)), push=False)
-        bits = bytearray(self.layout.total_bytes)
-        digest: Digest | None = None
-        for link in path:
-            payload = await self._blobs.get(_blob_name(link.manifest_id))
-            try:
-                await self._offload.run(partial(_decode, self.layout, link, payload, bits))
-            except IntegrityError as error:
-                raise StoreError(
-                    f"payload of version {link.version} is corrupt: {error}"
-                ) from error
-            digest = Digest(self._open(self._signed[link.manifest_id]).result_digest)
-        assert digest is not None
-        if await self._offload.run(lambda: state_digest(self.layout, bits)) != digest:
-            raise StoreError(f"version {latest} does not match its digest; the run is damaged")
-        self._bits, self._digest = bits, digest
-
-    def _offer(self, identity: ManifestId, payload: bytes, *, push: bool) -> None:
-        """Let the relay serve a payload that is on our disk.
-
-        Raises:
-            StoreError: The bytes are not those that were signed.
-        """
-        signed = self._signed[identity]
-        header = self._open(signed)
-        try:
-            index = chunks.split(payload, header.chunk_bytes).index
-            assembly = Assembly.whole(header, payload, index)
-        except (IntegrityError, LocalProtocolError) as error:
-            raise StoreError(f"payload of version {header.version} is corrupt: {error}") from error
-        self._relay.publish(signed, assembly, push=push)
+        stored = PayloadStore(
+            book=self._book,
+            blobs=self._blobs,
+            offload=self._offload,
+            layout=layout,
+            open_manifest=self._open,
+            journal=self._journal,
+        )
+        kept = await stored.load()
+        for item in kept:
+            identity = item.link.manifest_id
+            self._links[identity], self._signed[identity] = item.link, item.signed
+            self._count(item.link)
+            self._relay.publish(item.signed, item.assembly, push=False)
+        sizes = await self._book.delta_sizes()
+        self._deltas, self._delta_bytes, self._delta_inverses = sizes
+        latest = self._state.latest
+        if latest is None:
+            return
+        self._bits = await stored.state(kept, latest)
+        if self._bits is None:
+            detail = "nothing whole leads to the newest version; the next one is an anchor"
+            self._journal.event(CHAIN_LOST, version=latest, detail=detail)
+            return
+        self._digest = await self._offload.run(partial(state_digest, layout, self._bits))
+        self._journal.event(VERSIONS_RESTORED, latest=latest)
 
     # --- publishing ---------------------------------------------------------------------------
 
@@ -203,15 +188,15 @@ class Publisher:
         digest = await self._offload.run(lambda: state_digest(layout, bits))
         made: list[tuple[Signed, bytes]] = []
         delta_bytes: int | None = None
-        if latest is not None:
-            old = self._bits
-            assert old is not None
+        old = self._bits
+        if latest is not None and old is not None:
             payload = await self._offload.run(lambda: delta.encode_delta(layout, old, bits))
             made.append(self._sign(payload, version, step, generation, digest, latest))
             delta_bytes = len(payload)
-        due = latest is None or chain.anchor_due(
+        due = old is None or chain.anchor_due(
             self._since_anchor_bytes + (delta_bytes or 0), self._anchor_bytes
         )
+        due = due or self._since_anchor + 1 >= CHAIN_DELTAS_MAX
         if due:
             payload = await self._offload.run(lambda: anchor.encode_anchor(layout, bits))
             made.append(self._sign(payload, version, step, generation, digest, None))
@@ -219,8 +204,6 @@ class Publisher:
             await self._commit(version, step, generation, made)
             self._bits, self._digest = bits, digest
             self._state.add_version(version, step)
-        await self._retain()
-        await self._book.put("source_bytes", msgspec.json.encode(self.source_bytes))
         sizes = {s is None: n for s, n in self._sizes(version)}
         published = Published(
             version=version,
@@ -237,6 +220,8 @@ class Publisher:
             delta_bytes=published.delta_bytes,
             anchor_bytes=published.anchor_bytes,
         )
+        await self._retain()
+        await self._book.put("source_bytes", msgspec.json.encode(self.source_bytes))
         return published
 
     def _sizes(self, version: Version) -> list[tuple[Version | None, int]]:
@@ -288,16 +273,23 @@ class Publisher:
         made: list[tuple[Signed, bytes]],
     ) -> None:
         rows: list[PayloadRow] = []
+        assemblies: list[Assembly] = []
         for signed, payload in made:
-            identity = manifest_id(signed)
-            await self._blobs.put(_blob_name(identity), payload)
-            header = self._open(signed)
+            identity, header = manifest_id(signed), self._open(signed)
+            await self._blobs.put(blob_name(identity), payload)
+            # Served from the file: the system may drop its pages while nobody asks for them.
+            mapped = await self._blobs.map(blob_name(identity))
+            try:
+                assemblies.append(await self._offload.run(partial(assemble, header, mapped)))
+            except IntegrityError as error:
+                detail = f"the disk gives back other bytes than were written ({error})"
+                raise StoreError(f"{detail}: look at the system's log") from error
             base = None if header.base_version is None else Version(header.base_version)
             size = header.index_bytes + header.payload_bytes
             rows.append(PayloadRow(identity, version, base, signed, size))
         await self._book.add_version(VersionRow(version, step, generation, dead=False), rows)
-        for row, (signed, payload) in zip(rows, made, strict=True):
-            identity = ManifestId(row.manifest_id)
+        for row, assembly in zip(rows, assemblies, strict=True):
+            identity, signed = ManifestId(row.manifest_id), row.signed
             link = chain.Link(
                 manifest_id=identity,
                 version=row.version,
@@ -306,7 +298,7 @@ class Publisher:
             )
             self._links[identity], self._signed[identity] = link, signed
             self._count(link)
-            self._offer(identity, payload, push=link.base_version is not None)
+            self._relay.publish(signed, assembly, push=link.base_version is not None)
 
     def _open(self, signed: Signed) -> ManifestHeader:
         return open_record(signed, self._key.public_key().public_bytes_raw(), ManifestHeader)
@@ -314,9 +306,13 @@ class Publisher:
     def _count(self, link: chain.Link) -> None:
         if link.base_version is None:
             self._anchor_bytes, self._since_anchor_bytes = link.wire_bytes, 0
+            self._since_anchor = 0
         else:
             self._since_anchor_bytes += link.wire_bytes
-            self._delta_bytes.append(link.wire_bytes)
+            self._since_anchor += 1
+            self._deltas += 1
+            self._delta_bytes += link.wire_bytes
+            self._delta_inverses += 1 / link.wire_bytes
 
     async def _retain(self) -> None:
         """Forget payloads that no member and no joiner needs any more."""
@@ -332,7 +328,7 @@ class Publisher:
         for identity in gone:
             del self._links[identity], self._signed[identity]
             self._relay.forget(identity)
-            await self._blobs.delete(_blob_name(identity))
+            await self._blobs.delete(blob_name(identity))
 
     # --- answers ------------------------------------------------------------------------------
 
@@ -341,15 +337,19 @@ class Publisher:
 
         Waits up to ``wait_s`` seconds while there is nothing newer; then returns an empty list.
         """
+        path = self._path(have)
         with trio.move_on_after(wait_s):
-            while self._state.latest is None or self._state.latest == have:
-                await self._state.changed.park()
+            while not path:
+                await self._state.published.park()
+                path = self._path(have)
+        return [self._signed[link.manifest_id] for link in path]
+
+    def _path(self, have: Version | None) -> tuple[chain.Link, ...]:
         latest = self._state.latest
         if latest is None or latest == have:
-            return []
-        path = chain.plan_path(list(self._links.values()), have, latest)
-        assert path is not None, "an anchor is always retained"
-        return [self._signed[link.manifest_id] for link in path]
+            return ()
+        # Nothing leads there while a lost chain waits for its new anchor.
+        return chain.plan_path(list(self._links.values()), have, latest) or ()
 
     def chunk(self, identity: ManifestId, index: int) -> memoryview | None:
         """Return a chunk for the HTTP last resort, or ``None`` if there is none."""
@@ -360,18 +360,8 @@ class Publisher:
         """Return sizes so far."""
         return WeightBytes(
             anchor_bytes=self._anchor_bytes,
-            delta_bytes=tuple(self._delta_bytes),
+            deltas=self._deltas,
+            delta_bytes=self._delta_bytes,
+            delta_inverses=self._delta_inverses,
             state_bytes=0 if self._layout is None else self._layout.total_bytes,
         )
-
-
-def _decode(layout: Layout, link: chain.Link, payload: bytes, bits: bytearray) -> None:
-    """Take ``bits`` one link further."""
-    if link.base_version is None:
-        anchor.decode_anchor(layout, payload, memoryview(bits))
-    else:
-        delta.apply_delta(layout, payload, memoryview(bits))
-
-
-def _blob_name(identity: ManifestId) -> str:
-    return f"payload-{identity.hex()}"

@@ -16,7 +16,7 @@ from coordinator.config import MembershipSection
 from coordinator.leases import LeaseDesk
 from coordinator.membership import Duplicate, Full, Joined, Member, Membership, State, Wait
 from coordinator.run_state import RunState
-from coordinator.schema import MemberRow
+from coordinator.schema import MemberRow, stored
 from echo2p2p.broadcast.overlay import DEGREE, Neighbours, plan_overlay
 from echo2p2p.broadcast.overlay import Member as OverlayMember
 from echo2p2p.errors import EchoError
@@ -114,7 +114,7 @@ class Roster:
         for row in await self._book.members():
             self._members.remember(row.peer_id, row.incarnation)
             if row.live:
-                request = codec.decode(row.join_body, JoinRequest)
+                request = stored(row.join_body, JoinRequest)
                 member = Member(
                     peer_id=row.peer_id,
                     incarnation=row.incarnation,
@@ -198,7 +198,7 @@ class Roster:
         if renewed.state is State.ACTIVE and member.state is not State.ACTIVE:
             self._journal.event(PEER_READY, peer=member.peer_id, version=beat.version)
         if (renewed.state, renewed.version) != (member.state, member.version):
-            self._state.notify()  # long polls for work look again: it can do more now
+            self._state.notify_member(member.peer_id)  # its polls for work look again
         return renewed
 
     async def leave(self, peer_id: PeerId, incarnation: Incarnation, reason: str) -> None:
@@ -259,10 +259,8 @@ class Roster:
         )
 
     def _address(self, peer_id: PeerId) -> Address | None:
-        for member in self._members.live():
-            if member.peer_id == peer_id:
-                return member.relay
-        return None
+        member = self._members.get(peer_id)
+        return None if member is None else member.relay
 
     def _replan(self) -> None:
         """Plan the overlay anew from the links that there are."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
+from echo2p2p.errors import RemoteProtocolError, StoreError
 from echo2p2p.ids import Generation, Incarnation, PeerId, Step, Version
-from echo2p2p.wire.messages import Lease, Signed, Upload
+from echo2p2p.wire import codec
+from echo2p2p.wire.messages import Lease, Message, Signed, Upload
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 LEASE_ROWS_KEPT: Final = 100_000
 """Ended leases (without their bodies) that still answer a late or repeated upload by name."""
@@ -47,6 +51,19 @@ MIGRATIONS: Final[tuple[str, ...]] = (
     ) STRICT;
     """,
 )
+
+
+def stored(data: bytes, kind: type[MessageT]) -> MessageT:
+    """Return a message that we have stored ourselves.
+
+    Raises:
+        StoreError: It is damaged. SQLite notices damaged pages, but not a wrong byte in a value.
+    """
+    try:
+        return codec.decode(data, kind)
+    except RemoteProtocolError as error:
+        detail = f"the database holds a damaged {kind.__name__} ({error.detail[:60]})"
+        raise StoreError(f"{detail}: put a copy of the whole folder in its place") from error
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,6 @@ class SetupCall(msgspec.Struct, frozen=True):
     options: dict[str, Any]
 
 
-class InfoReply(msgspec.Struct, frozen=True):
-    """`TaskInfo`, or the `ConfigError` that prevents it."""
-
-    vocab_size: int = 0
-    stop_ids: tuple[int, ...] = ()
-    turns_max: int = 0
-    positions_max: int | None = None
-    config_path: str | None = None
-    config_detail: str = ""
-
-
 class TurnCall(msgspec.Struct, frozen=True):
     """`Turn`."""
 

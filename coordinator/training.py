@@ -3,7 +3,9 @@
 It owns the learner. A learner that dies is started again from the newest checkpoint: a new
 generation begins, what only lost steps knew is rejected, and the checkpoint's weights are
 published at once as the next version (DESIGN §7). Restarts without a step in between are bounded
-by ``learner.restarts_max``; after that the run has failed and says why.
+by ``learner.restarts_max``; after that the run has failed and says why. A learner whose own code
+says, while it starts, that it will never come up (no such model, a broken checkpoint, torch is not
+installed) ends the run at once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from coordinator.intake import Intake
 from coordinator.learner.base import Learner, LearnerSetup, Progress, TrainBatch, TrainSample
 from coordinator.publish import Publisher
 from coordinator.run_state import RunState
-from echo2p2p.errors import ChildError
+from echo2p2p.errors import ChildError, StoreError
 from echo2p2p.ids import Generation, Step
 from echo2p2p.net.ports import Journal, SharedMemory, SharedState
 from echo2p2p.rollouts.admission import age
@@ -37,6 +39,10 @@ CHECKPOINT_SAVED: Final = "checkpoint.saved"
 ROLLED_BACK: Final = "run.rolled_back"
 BACK_OFF_S: Final = (0.2, 1.0, 3.0, 10.0)
 """Before the first, second, ... restart without a step in between."""
+HOPELESS: Final = frozenset(
+    {"StoreError", "ImportError", "ModuleNotFoundError", "LocalProtocolError"}
+)
+"""Exceptions in a learner's start that the next start would raise too."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +133,30 @@ class Trainer:
         self._on_rolled_back = on_rolled_back
         self._on_start = on_start
         self._publishing = trio.Lock()
+        self._due = False
+        """A publication is due that has not begun."""
+        self._training = self._stopping = False
+        self._saved_step: Step | None = None
         self._export: SharedState | None = None
         self._lives = 0
+        self._started = False
+
+    def stop(self) -> bool:
+        """End the run after the step under way, with a checkpoint.
+
+        Returns:
+            False if there is no learner yet that could save one: then cancel `run`.
+        """
+        self._stopping = True
+        self._state.notify()
+        return self._training
 
     async def run(self) -> None:
         """Train until ``run.steps``; returns when the last checkpoint is durable.
 
         Raises:
             ChildError: The learner could not be kept alive.
+            ConfigError: It cannot come up with these settings.
             StoreError: The disk refused.
         """
         failures = 0
@@ -144,9 +166,10 @@ class Trainer:
             try:
                 await self._live(learner)
             except ChildError as error:
-                self._state.leasing = False
+                self._state.leasing = self._training = False
                 failures = 1 if self._state.step > before else failures + 1
-                again = failures <= self._settings.learner.restarts_max
+                hopeless = not self._started and error.raised in HOPELESS
+                again = failures <= self._settings.learner.restarts_max and not hopeless
                 self._journal.event(LEARNER_LOST, detail=str(error), restarting=again)
                 if not again:
                     raise
@@ -167,9 +190,15 @@ class Trainer:
             self._state.leasing = True
             self._state.notify()
             try:
-                while self._state.step < self._settings.run.steps:
-                    await self._step(learner)
-                    await self._on_beat(learner, nursery)
+                self._training = True
+                while self._state.step < self._settings.run.steps and not self._stopping:
+                    if await self._step(learner, nursery):
+                        await self._on_beat(learner, nursery)
+                if self._saved_step != self._state.step:
+                    await self._save(learner)  # told to stop between two checkpoints
+                async with self._publishing:
+                    pass  # the last weights are published even if they fell due meanwhile
+                await self._publish_if_due(learner, nursery)
             except ChildError as error:
                 lost = error  # a publication under way still ends well
             self._state.leasing = False
@@ -177,9 +206,11 @@ class Trainer:
             raise lost
 
     async def _start(self, learner: Learner) -> None:
+        self._started = False
         newest = self._checkpoints.newest()
         setup = self._setup if newest is None else _resumed(self._setup, newest)
         ready = await learner.start(setup, self._on_progress)
+        self._started = True
         self._journal.event(
             LEARNER_READY, step=ready.step, parameters=ready.parameters, device=ready.device
         )
@@ -209,9 +240,12 @@ class Trainer:
 
     # --- one step -----------------------------------------------------------------------------
 
-    async def _step(self, learner: Learner) -> None:
+    async def _step(self, learner: Learner, nursery: trio.Nursery) -> bool:
+        """Take one step; false if the run was told to stop before there was a batch."""
         began = trio.current_time()
-        groups = await self._next_batch()
+        groups = await self._next_batch(learner, nursery)
+        if groups is None:
+            return False
         waited = trio.current_time() - began
         step = self._state.step
         batch = _batch(step, groups)
@@ -248,24 +282,39 @@ class Trainer:
             age_max=record.age_max,
             idle_s=round(waited, 3),
         )
+        return True
 
-    async def _next_batch(self) -> list[ScoredGroup]:
+    async def _next_batch(
+        self, learner: Learner, nursery: trio.Nursery
+    ) -> list[ScoredGroup] | None:
         count = self._settings.rollouts.prompts_per_step
-        while True:
+        while not self._stopping:
+            await self._publish_if_due(learner, nursery)
             await self._intake.drop(self._queue.drop_stale(self._state.step))
             if (groups := self._queue.take(self._state.step, count)) is not None:
                 return groups
             await self._state.changed.park()
+        return None
 
     async def _on_beat(self, learner: Learner, nursery: trio.Nursery) -> None:
         """After a step: publish every κ steps, checkpoint every so many."""
         step, settings = self._state.step, self._settings
         last = step >= settings.run.steps
-        if (step % settings.rollouts.kappa == 0 or last) and not self._publishing.locked():
-            bits = await self._exported(learner)
-            nursery.start_soon(self._publish, bits)
+        self._due = self._due or step % settings.rollouts.kappa == 0 or last
+        await self._publish_if_due(learner, nursery)
         if step % settings.learner.checkpoint_every_steps == 0 or last:
             await self._save(learner)
+
+    async def _publish_if_due(self, learner: Learner, nursery: trio.Nursery) -> None:
+        """Start the publication that is due, unless one is under way.
+
+        Then the next one spans both (DESIGN §4): it is made as soon as there is none, also while
+        the learner waits for a batch, which may never come without new weights.
+        """
+        if self._due and not self._publishing.locked():
+            self._due = False
+            bits = await self._exported(learner)
+            await nursery.start(self._publish, bits)
 
     async def _exported(self, learner: Learner) -> tuple[bytearray, Step, Generation]:
         export = self._export
@@ -274,12 +323,26 @@ class Trainer:
         size = self._publisher.layout.total_bytes
         return bytearray(export.view[:size]), step, self._state.generation
 
-    async def _publish(self, exported: tuple[bytearray, Step, Generation]) -> None:
+    async def _publish(
+        self,
+        exported: tuple[bytearray, Step, Generation],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         async with self._publishing:
+            task_status.started()
             await self._publisher.publish(*exported)
+        self._state.notify()
 
     async def _save(self, learner: Learner) -> None:
-        step = await learner.save(self._checkpoints.folder(self._state.step))
+        try:
+            step = await learner.save(self._checkpoints.folder(self._state.step))
+        except ChildError as error:
+            if error.raised != StoreError.__name__:
+                raise
+            # The learner lives; another one would only find the same disk.
+            raise StoreError(error.detail.removeprefix(f"{error.raised}: ")) from error
+        self._saved_step = step
         await self._book.checkpointed(step)
         self._checkpoints.prune(self._settings.learner.checkpoints_kept)
         self._journal.event(CHECKPOINT_SAVED, step=step)

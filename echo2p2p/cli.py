@@ -49,6 +49,7 @@ def load_settings(
     program: str,
     presets: Mapping[str, Path],
     values: Mapping[str, Any] | None = None,
+    notes: str = "",
 ) -> SettingsT:
     """Return settings of ``kind``.
 
@@ -58,6 +59,7 @@ def load_settings(
         program: For ``--help``.
         presets: Shipped files that ``--config @name`` stands for.
         values: Defaults of this call, under the file.
+        notes: More for ``--help``, of options that the caller has taken out of ``argv``.
 
     Raises:
         ConfigError: With the path of the key.
@@ -92,7 +94,7 @@ def load_settings(
             line: CliSettingsSource[Any] = CliSettingsSource(settings_cls, cli_parse_args=rest)
             return line, _Values(settings_cls, merged)
 
-    Command.__doc__ = (kind.__doc__ or "") + "\n\n--config FILE reads a TOML file first."
+    Command.__doc__ = f"{kind.__doc__ or ''}\n\n--config FILE reads a TOML file first. {notes}"
     try:
         built = Command()
         return kind.model_validate(built.model_dump())

@@ -76,15 +76,17 @@ class ChildError(EngineError):
     Attributes:
         name: Which child (``"engine"``, ``"learner"``, ``"task worker"``).
         log_tail: The last lines that it wrote to its standard error, for a person.
+        raised: Class of the exception that its own code raised, if it lives and has said no.
     """
 
-    def __init__(self, name: str, detail: str, *, log_tail: str = "") -> None:
+    def __init__(self, name: str, detail: str, *, log_tail: str = "", raised: str = "") -> None:
         super().__init__(
             f"{name}: {detail}" + (f"; its last words: {log_tail}" if log_tail else "")
         )
         self.name = name
         self.detail = detail
         self.log_tail = log_tail
+        self.raised = raised
 
 
 class StoreError(EchoError):

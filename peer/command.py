@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Final
 
+import trio
+
 from echo2p2p.cli import load_settings
 from echo2p2p.errors import EchoError
-from echo2p2p.log import open_journal
+from echo2p2p.log import LOG_HELP, LogFlags, open_journal, take_log_flags
 from echo2p2p.net.ports import Journal
 from echo2p2p.net.program import FAILED, OK, USAGE, run_program
 from echo2p2p.net.system import SystemClock
+from echo2p2p.terminal import open_screen
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
 from peer.machine import open_identity, open_machine
+from peer.metrics import serve_metrics
+from peer.view import show_figures, tally_text
 
 Machine = Callable[[PeerSettings, Journal], AbstractAsyncContextManager[PeerPorts]]
 USAGE_TEXT: Final = """\
@@ -25,6 +30,7 @@ usage: echo2-peer join URL --token T [options]
 Joins the run at URL, generates rollouts and relays weights until the run ends.
 `echo2-peer join --help` lists all settings; --config FILE reads them from TOML.
 """
+METRICS_SERVED: Final = "metrics.served"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,23 +42,53 @@ def main(argv: list[str] | None = None) -> int:
     if not words or words[0] != "join":
         print(USAGE_TEXT, end="", file=sys.stderr)
         return USAGE
-    rest = words[1:]
-    if rest and not rest[0].startswith("-"):
-        rest = ["--url", *rest]
     try:
-        settings = load_settings(PeerSettings, rest, program="echo2-peer join URL", presets={})
+        flags, rest = take_log_flags(words[1:])
+        if rest and not rest[0].startswith("-"):
+            rest = ["--url", *rest]
+        settings = load_settings(
+            PeerSettings, rest, program="echo2-peer join URL", presets={}, notes=LOG_HELP
+        )
     except EchoError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
-    return run_program(lambda: join(settings))
+    return run_program(lambda: join(settings, flags=flags))
 
 
-async def join(settings: PeerSettings, *, machine: Machine = open_machine) -> int:
-    """Take part until the run ends; ``machine`` opens the world, by default the real one."""
+async def join(
+    settings: PeerSettings, *, machine: Machine = open_machine, flags: LogFlags | None = None
+) -> int:
+    """Take part until the run ends.
+
+    Args:
+        settings: Validated.
+        machine: Opens the world, by default the real one.
+        flags: What the terminal shows.
+    """
+    flags = flags or LogFlags()
     folder = Path(settings.folder).expanduser()
     identity = open_identity(folder)
-    with open_journal(sys.stderr, SystemClock(), file=folder / "events.jsonl") as journal:
-        async with machine(settings, journal) as ports:
-            outcome = await PeerApp(settings, ports, identity).run()
-    print(f"the run has {outcome}")
+    with (
+        open_screen(sys.stdout, live=False) as screen,
+        open_journal(
+            sys.stderr,
+            SystemClock(),
+            form=flags.form,
+            lowest=flags.lowest,
+            file=folder / "events.jsonl",
+        ) as journal,
+    ):
+        async with machine(settings, journal) as ports, AsyncExitStack() as stack:
+            app = PeerApp(settings, ports, identity)
+            if settings.metrics.port is not None and ports.make_http_server is not None:
+                server = serve_metrics(ports.make_http_server(), settings.metrics.port, app.figures)
+                real = await stack.enter_async_context(server)
+                journal.event(METRICS_SERVED, url=f"http://{real.host}:{real.port}/metrics")
+            async with trio.open_nursery() as nursery:
+                if flags.shows_progress:
+                    nursery.start_soon(show_figures, app.figures, screen.line)
+                outcome = await app.run()
+                nursery.cancel_scope.cancel()
+        if flags.shows_progress:
+            screen.line(f"the run has {outcome}: {tally_text(app.figures().tally)}")
     return OK if outcome == "finished" else FAILED

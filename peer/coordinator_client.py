@@ -34,6 +34,9 @@ UPLOAD_TIMEOUT_S: Final = 120.0
 NOT_A_MEMBER: Final = "not_a_member"
 """Reason of a refusal after which the peer must join again."""
 
+STARTING: Final = "starting"
+"""Reason of a refusal by a coordinator whose learner is not up yet."""
+
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 
@@ -61,7 +64,13 @@ def checked(response: Response, kind: type[ReplyT]) -> ReplyT:
         RemoteProtocolError: A 200 answer that is not a ``kind``.
     """
     if response.status == 200:
-        return codec.decode(response.body, kind)
+        try:
+            return codec.decode(response.body, kind)
+        except RemoteProtocolError as error:
+            detail = f"the coordinator's answer is not understood ({error.detail[:100]}); "
+            raise RemoteProtocolError(
+                error.violation, f"{detail}install the release that the run uses"
+            ) from error
     try:
         refusal = codec.decode(response.body, Refusal)
     except RemoteProtocolError as error:

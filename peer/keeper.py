@@ -1,29 +1,48 @@
 """Keeps an engine alive and on the newest version; generates with it.
 
-The engine is a child that may die, hang or refuse weights. The keeper closes it, starts another
-with a growing pause, loads the newest version, and lets nobody generate before the engine has
-proved by digest that its kernels use exactly these bits. After `restarts_max` failures without a
-proved version in between it gives up: a peer without an engine must not look alive.
+The engine is a child that may die, hang, eat memory, refuse weights or answer rubbish. The keeper
+closes it, starts another with a growing pause, loads the newest version, and lets nobody generate
+before the engine has proved by digest that its kernels use exactly these bits. After `restarts_max`
+failures without work done in between it gives up, and so does the peer: one without an engine must
+not look alive. An engine that says that it will never come up is not tried again at all.
+
+A hang is told by the engine's own pace: a batch may take several times what the slowest of the
+last ones would have needed for as many tokens. After a failure batches are halved, and double again
+with each success, as the commonest cause is a batch that is too large for the memory.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import trio
 
-from echo2p2p.errors import EngineError
+from echo2p2p.errors import ChildError, ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
+from echo2p2p.limits import LEASES_PER_CALL_MAX
 from echo2p2p.net.ports import Journal, SharedState
 from echo2p2p.wire.messages import Lease
+from peer.engine.answers import check_answers, vocabulary_of
 from peer.engine.base import Engine, EngineSetup, Generated
 
 ENGINE_READY: Final = "engine.ready"
 ENGINE_LOST: Final = "engine.lost"
 VERSION_LOADED: Final = "version.loaded"
+LEASE_REFUSED: Final = "lease.refused"
 BACK_OFF_S: Final = (0.2, 1.0, 5.0, 15.0, 30.0)
+HEALTHY_S: Final = 600.0
+"""An engine without work that has lived so long after its first proof is no failure."""
+PACES: Final = 8
+"""Batches whose pace is remembered."""
+SLOWER: Final = 10.0
+"""A batch may take so many times what the slowest of them would have."""
+BATCH_S_MIN: Final = 30.0
+"""And this beside: prompts to be read, a machine that does something else for a while."""
+HOPELESS: Final = frozenset({"EngineError", "ImportError", "ModuleNotFoundError"})
+"""Exceptions in an engine's start that the next start would raise too."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,7 @@ class EngineKeeper:
         make_engine: Called for each life.
         setup: Passed to `Engine.start`.
         restarts_max: Failures in a row that are borne.
+        generate_timeout_s: For a batch while the engine's pace is unknown, and at most.
     """
 
     def __init__(
@@ -51,19 +71,27 @@ class EngineKeeper:
         setup: EngineSetup,
         restarts_max: int,
         journal: Journal,
+        generate_timeout_s: float = 300.0,
     ) -> None:
         self._make_engine = make_engine
         self._setup = setup
         self._restarts_max = restarts_max
+        self._generate_timeout_s = generate_timeout_s
         self._journal = journal
+        self._vocabulary = vocabulary_of(setup.model_config)
         self._engine: Engine | None = None
         self._busy = trio.Lock()
         self._wanted: WeightState | None = None
         self._loading: WeightState | None = None
         self._lost: EngineError | None = None
-        self._proofs = 0
+        self._first_proof_s: float | None = None
+        self._worked = False
+        self._paces: deque[float] = deque(maxlen=PACES)
+        self._leases_max: int | None = None
         self.version: Version | None = None
         """Proved by the engine that is up now."""
+        self.failure: EngineError | ConfigError | None = None
+        """Why the keeper has given up."""
         self.changed = trio.lowlevel.ParkingLot()
         """Unparked whenever `version`, the wanted state or the engine changes."""
         self.tokens_generated = 0
@@ -96,27 +124,57 @@ class EngineKeeper:
             await self.changed.park()
         return self.version
 
+    def leases_at_once(self, wanted: int) -> int:
+        """Return how many leases a batch should have now: fewer than ``wanted`` after a failure."""
+        return wanted if self._leases_max is None else min(wanted, self._leases_max)
+
     async def generate(self, leases: list[Lease]) -> list[Generated]:
         """Answer leases as one batch, after whatever the engine does now.
+
+        What the engine refuses for a good reason comes back without samples.
 
         Raises:
             EngineError: The engine failed; it is being replaced, the leases are lost.
         """
         async with self._busy:
-            engine = self._engine
-            if engine is None or self.version is None or self._lost is not None:
+            engine, version = self._engine, self.version
+            if engine is None or version is None or self._lost is not None:
                 raise EngineError("the engine is being started again")
             began = trio.current_time()
             try:
-                answers = await engine.generate(leases)
+                answers = await engine.generate(leases, timeout_s=self._patience_s(leases))
+                check_answers(leases, answers, version, self._vocabulary)
             except EngineError as error:
+                self._leases_max = max(1, len(leases) // 2)
                 self._fail(error)
                 raise
-        tokens = sum(s.tokens.length for answer in answers for s in answer.samples)
-        self.tokens_generated += tokens
-        rate = tokens / max(1e-6, trio.current_time() - began)
-        self.tokens_per_s = rate if not self.tokens_per_s else 0.8 * self.tokens_per_s + 0.2 * rate
+        self._count(answers, trio.current_time() - began)
         return answers
+
+    def _patience_s(self, leases: list[Lease]) -> float:
+        """Return how long this batch may take before the engine counts as hung."""
+        if not self._paces:
+            return self._generate_timeout_s
+        longest = max((lease.tokens_max for lease in leases), default=0)
+        likely_s = BATCH_S_MIN + SLOWER * max(self._paces) * longest
+        return min(self._generate_timeout_s, likely_s)
+
+    def _count(self, answers: list[Generated], seconds: float) -> None:
+        self._worked = True
+        if self._leases_max is not None:
+            doubled = 2 * self._leases_max
+            self._leases_max = doubled if doubled < LEASES_PER_CALL_MAX else None
+        for answer in answers:
+            if answer.refused:
+                self._journal.event(LEASE_REFUSED, lease=answer.lease_id[:8], detail=answer.refused)
+        lengths = [sample.tokens.length for answer in answers for sample in answer.samples]
+        if not lengths:
+            return
+        self._paces.append(seconds / max(lengths))
+        tokens = sum(lengths)
+        self.tokens_generated += tokens
+        rate = tokens / max(1e-6, seconds)
+        self.tokens_per_s = rate if not self.tokens_per_s else 0.8 * self.tokens_per_s + 0.2 * rate
 
     def _fail(self, error: EngineError) -> None:
         self._lost = error
@@ -129,26 +187,41 @@ class EngineKeeper:
         """Keep an engine until cancelled.
 
         Raises:
-            EngineError: It failed too often; the message is the last failure's.
+            EngineError: It failed too often, or for good; the message is the last failure's.
+            ConfigError: It cannot come up with this peer's settings.
         """
         failures = 0
         while True:
             engine = self._make_engine()
-            proved_before = self._proofs
+            self._first_proof_s, self._worked = None, False
             try:
                 await self._live(engine)
+            except ConfigError as error:
+                self.failure = error
+                raise
             except EngineError as error:
                 self._fail(error)
-                failures = 1 if self._proofs > proved_before else failures + 1
-                again = failures <= self._restarts_max
+                failures = 1 if self._was_healthy() else failures + 1
+                again = failures <= self._restarts_max and not self._is_hopeless(error)
                 self._journal.event(ENGINE_LOST, detail=str(error), restarting=again)
                 if not again:
+                    self.failure = error
                     raise
                 await trio.sleep(BACK_OFF_S[min(failures, len(BACK_OFF_S)) - 1])
             finally:
                 self._engine = None
                 with trio.CancelScope(shield=True):  # `close` is bounded by itself
                     await engine.close()
+
+    def _was_healthy(self) -> bool:
+        """Whether the life that has just ended was good for something."""
+        proof_s = self._first_proof_s
+        return self._worked or (proof_s is not None and trio.current_time() - proof_s >= HEALTHY_S)
+
+    def _is_hopeless(self, error: EngineError) -> bool:
+        """Whether the engine itself has said, in its start, that it will never come up."""
+        started = self._engine is not None
+        return not started and isinstance(error, ChildError) and error.raised in HOPELESS
 
     async def _live(self, engine: Engine) -> None:
         """One life of an engine: start, then follow the newest offer."""
@@ -187,7 +260,8 @@ class EngineKeeper:
                 f"the engine does not use the weights of version {weights.version}: "
                 f"digest {proof.hex()[:12]}, wanted {weights.digest.hex()[:12]}"
             )
-        self._proofs += 1
+        if self._first_proof_s is None:
+            self._first_proof_s = trio.current_time()
         self.version = weights.version
         self._journal.event(
             VERSION_LOADED, version=weights.version, seconds=round(report.seconds, 4)

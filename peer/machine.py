@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from echo2p2p.errors import ConfigError
-from echo2p2p.net.aio import AioHttpClients, open_aio
+from echo2p2p.net.aio import AioHttpClients, AioHttpServer, open_aio
+from echo2p2p.net.blobs import FileBlobs
+from echo2p2p.net.disk_errors import guard_disk, make_folders
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.net.ports import Journal
+from echo2p2p.net.shaping import DayTraffic, receive_buffer_bytes
 from echo2p2p.net.system import SystemClock, SystemEntropy, ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.net.trust import PeerIdentity
 from echo2p2p.wire.messages import Hardware
-from peer.app import PeerPorts
+from peer.app import PeerPorts, limits_of
 from peer.config import PeerSettings
 from peer.engine.client import HfEngineProcess
+
+ENGINE_SHARE: Final = 0.9
+"""Of the free memory, for the engine's process; more, and the system would begin to kill."""
 
 
 def engine_kind(settings: PeerSettings) -> Literal["hf", "none"]:
@@ -37,22 +44,91 @@ def engine_kind(settings: PeerSettings) -> Literal["hf", "none"]:
     return "hf" if installed and asked != "none" else "none"
 
 
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """Return how much memory a new process may have; ``None`` where that is not told.
+
+    The least of what Linux calls available and what the control groups of this process leave.
+    """
+    try:
+        words = (root / "proc/meminfo").read_text(encoding="ascii").split()
+        free = [int(words[words.index("MemAvailable:") + 1]) * 1024]
+    except (OSError, ValueError):
+        return None
+    groups = root / "sys/fs/cgroup"
+    try:
+        names = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        names = []
+    for name in names:
+        if name.startswith("0::"):
+            group = groups / name.removeprefix("0::/")
+            free += [left for at in (group, *group.parents) if (left := _group_left(at))]
+    return min(free)
+
+
+def _group_left(group: Path) -> int | None:
+    """Return what a control group still has for anonymous memory; ``None``: no limit."""
+    try:
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit == "max":
+            return None
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+        stat = (group / "memory.stat").read_text(encoding="ascii").split()
+        cache = int(stat[stat.index("inactive_file") + 1])  # given back when it is needed
+        return max(1, int(limit) - used + cache)
+    except (OSError, ValueError):
+        return None
+
+
 def open_identity(folder: Path) -> PeerIdentity:
     """Return the folder's identity, drawn on first use.
 
     Raises:
         ConfigError: The folder or the file cannot be used.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("folder", f"cannot write {folder}: {error.strerror}") from error
+    make_folders("folder", folder)
     path = folder / "identity"
     identity = PeerIdentity.load(path)
     if identity is None:
         identity = PeerIdentity.create(SystemEntropy())
         identity.save(path)
     return identity
+
+
+class TrafficFile:
+    """`TrafficLog` in a file of the peer's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> DayTraffic | None:
+        """Return what was kept; a file that is none of ours counts as nothing.
+
+        Raises:
+            ConfigError: It cannot be read.
+        """
+        try:
+            kept = json.loads(self._path.read_bytes())
+            return DayTraffic(float(kept["since_s"]), int(kept["used_bytes"]))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            detail = f"cannot read {self._path}: {error.strerror}; mend that or remove it"
+            raise ConfigError("folder", detail) from error
+        except (ValueError, TypeError, KeyError):
+            return None
+
+    def save(self, day: DayTraffic) -> None:
+        """Replace the file, at once.
+
+        Raises:
+            StoreError: The disk refused.
+        """
+        fresh = self._path.with_suffix(".new")
+        content = {"since_s": day.since_s, "used_bytes": day.used_bytes}
+        with guard_disk(f"write {self._path}"):
+            fresh.write_text(json.dumps(content) + "\n", encoding="utf-8")
+            fresh.replace(self._path)
 
 
 @asynccontextmanager
@@ -62,10 +138,10 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
     kind = engine_kind(settings)
 
     def make_engine() -> HfEngineProcess:
-        return HfEngineProcess(
-            generate_timeout_s=settings.engine.generate_timeout_s,
-            log_file=folder / "engine.log",
-        )
+        most, free = settings.engine.memory_max_bytes, free_memory_bytes()
+        if most is None and free is not None:
+            most = int(ENGINE_SHARE * free)
+        return HfEngineProcess(memory_max_bytes=most, log_file=folder / "engine.log")
 
     async with open_aio(journal) as aio:
         yield PeerPorts(
@@ -73,7 +149,7 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
             entropy=SystemEntropy(),
             journal=journal,
             offload=ThreadOffload(),
-            streams=TcpStreams(),
+            streams=TcpStreams(receive_buffer_bytes=receive_buffer_bytes(limits_of(settings))),
             http=AioHttpClients(aio),
             memory=FileMemory(folder / "memory"),
             make_engine=None if kind == "none" else make_engine,
@@ -83,4 +159,8 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
                 cores=os.cpu_count() or 1,
                 memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             ),
+            outbox=FileBlobs(folder / "outbox"),
+            memory_free=free_memory_bytes,
+            traffic_log=TrafficFile(folder / "traffic.json"),
+            make_http_server=lambda: AioHttpServer(aio, None, journal),
         )

@@ -9,11 +9,15 @@ import trio
 
 from echo2p2p.errors import LinkError, RefusedError
 from echo2p2p.ids import SOURCE, Incarnation, PeerId
-from echo2p2p.net.ports import Entropy, HttpClient, Journal, Offload, Streams
+from echo2p2p.net.connections import ConnectionSettings
+from echo2p2p.net.link import LinkSettings
+from echo2p2p.net.ports import Blobs, Entropy, HttpClient, Journal, Offload, Streams
 from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.shaping import Shaper, Stage
 from echo2p2p.wire.messages import Heartbeat, JoinReply, Measurements, Plan
 from peer.config import PeerSettings
 from peer.coordinator_client import NOT_A_MEMBER, BusyError, CoordinatorClient
+from peer.figures import PeerFigures, Tally
 from peer.keeper import EngineKeeper
 from peer.rollouts import Rollouts
 from peer.weights import Follower, Weights
@@ -23,7 +27,10 @@ HEARTBEAT_FAILED: Final = "heartbeat.retried"
 GOODBYE_S: Final = 1.5
 """How long a leave message may take."""
 
-Outcome = Literal["finished", "failed", "evicted"]
+DATA_CAP_NEAR: Final = "data_cap.near"
+
+Outcome = Literal["finished", "failed", "evicted", "resting"]
+"""``resting``: the day's bytes are spent."""
 
 
 class Membership:
@@ -41,9 +48,13 @@ class Membership:
         reply: JoinReply,
         run_public_key: bytes,
         http: HttpClient,
+        shaper: Shaper | None,
+        outbox: Blobs | None,
         journal: Journal,
     ) -> None:
         self._settings = settings
+        self._shaper = shaper
+        self._outbox = outbox
         self._offload = offload
         self._reply = reply
         self._run_public_key = run_public_key
@@ -54,6 +65,10 @@ class Membership:
             http, reply.credential, Incarnation(reply.incarnation), self._heard
         )
         self._follower: Follower | None = None
+        self._work: Rollouts | None = None
+        self._parts: tuple[Weights, EngineKeeper | None] | None = None
+        self._latest: int | None = None
+        self._decided = Tally()
         self._outcome: Outcome | None = None
         self._failure: RefusedError | LinkError | None = None
         self._scope = trio.CancelScope()
@@ -70,7 +85,9 @@ class Membership:
             journal=journal,
             entropy=entropy,
             rng=entropy.rng("relay"),
-            settings=RelaySettings(),
+            settings=RelaySettings(
+                connections=ConnectionSettings(link=LinkSettings(shaper=shaper))
+            ),
         )
 
     def _heard(self) -> None:
@@ -95,14 +112,17 @@ class Membership:
             journal=self._journal,
             stall_timeout_s=self._settings.stall_timeout_s,
         )
+        self._parts = weights, keeper
         work = None
         if keeper is not None:
-            work = Rollouts(
+            self._work = work = Rollouts(
                 client=self._client,
                 incarnation=Incarnation(self._reply.incarnation),
                 keeper=keeper,
                 leases_at_once=self._settings.engine.leases_at_once,
                 journal=self._journal,
+                outbox=self._outbox,
+                outbox_bytes_max=self._settings.outbox_bytes_max,
             )
         with self._scope:
             async with trio.open_nursery() as nursery:
@@ -112,6 +132,8 @@ class Membership:
                 nursery.start_soon(self._guarded, self._beats, weights, keeper, work)
                 if work is not None:
                     nursery.start_soon(self._guarded, work.run)
+                if self._shaper is not None:
+                    nursery.start_soon(self._heed_cap, self._shaper)
         if self._failure is not None:
             raise self._failure
         assert self._outcome is not None, "only an end cancels the scope"
@@ -134,6 +156,21 @@ class Membership:
             self._outcome = outcome
         self._scope.cancel()
 
+    async def _heed_cap(self, shaper: Shaper) -> None:
+        """Relay only while much of the day's bytes is left; end when all are spent."""
+        while (stage := shaper.stage()) is not Stage.SPENT:
+            if self.relay.relaying and stage is Stage.THRIFTY:
+                self._journal.event(
+                    DATA_CAP_NEAR,
+                    detail="relays nothing until the day is over",
+                    used_bytes=shaper.day().used_bytes,
+                    cap_bytes=shaper.limits.bytes_per_day,
+                )
+            self.relay.relaying = stage is Stage.OPEN
+            with trio.move_on_after(shaper.renews_in_s() + 1.0):
+                await shaper.changed.park()
+        self._finish("resting")
+
     # --- heartbeats ---------------------------------------------------------------------------
 
     async def _beats(
@@ -154,6 +191,8 @@ class Membership:
                     self._scope.cancel()
                 await trio.sleep(min(1.0, self._reply.heartbeat_s))
                 continue
+            self._latest = reply.latest_version
+            self._decided.note(reply.outcomes)
             rejected = [outcome.reason for outcome in reply.outcomes if not outcome.accepted]
             if reply.outcomes:
                 self._journal.event(
@@ -192,6 +231,34 @@ class Membership:
             available_s=None,
         )
 
+    def tally(self) -> Tally:
+        """Return what this incarnation did and what became of it."""
+        traffic, work = self.relay.statistics(), self._work
+        decided = self._decided
+        if work is not None:
+            decided = decided.with_uploads(work.accepted, work.rejected)
+        moved = Tally(relayed_bytes=traffic.relayed_bytes, received_bytes=traffic.received_bytes)
+        return decided.plus(moved)
+
+    def figures(self, past: Tally) -> PeerFigures:
+        """Return how this peer stands; ``past`` is the tally of earlier incarnations."""
+        weights, keeper = self._parts or (None, None)
+        version = None if weights is None else weights.version
+        if keeper is not None:
+            version = keeper.version
+        return PeerFigures(
+            state="warming" if version is None else "ready",
+            incarnation=self._reply.incarnation,
+            version=version,
+            latest_version=self._latest,
+            tokens_per_s=0.0 if keeper is None else keeper.tokens_per_s,
+            tokens_generated=0 if keeper is None else keeper.tokens_generated,
+            leases_held=0 if self._work is None else self._work.held,
+            links=len(self.relay.statistics().links),
+            silent_s=trio.current_time() - self._heard_s,
+            tally=past.plus(self.tally()),
+        )
+
     def _obey(self, plan: Plan) -> None:
         self._plan = plan
         source = next((n.address for n in plan.neighbours if n.peer_id == SOURCE), None)
@@ -208,9 +275,18 @@ class Membership:
             return
         with trio.move_on_after(GOODBYE_S, shield=True):
             try:
-                await self._client.leave("the peer stops")
+                await self._client.leave(self._farewell())
             except (LinkError, RefusedError):
                 return
+
+    def _farewell(self) -> str:
+        """Return why we leave, for the coordinator's log."""
+        if self._outcome == "resting":
+            return "its data cap is spent"
+        _, keeper = self._parts or (None, None)
+        if keeper is not None and keeper.failure is not None:
+            return f"its engine cannot be kept alive: {keeper.failure}"
+        return "the peer stops"
 
 
 def _first(group: BaseExceptionGroup[RefusedError]) -> RefusedError:

@@ -33,7 +33,13 @@ CHUNKS_OVER_HTTP: Final = "chunks.over_http"
 POLL_S: Final = 25.0
 """Long poll for manifests."""
 PAYLOADS_KEPT: Final = 8
-"""Payloads kept for others after they were applied here."""
+KEPT_SHARE: Final = 0.5
+"""Payloads kept for others after they were applied here, and their bytes as a share of the model;
+the newest is kept whatever its size."""
+PAYLOADS_AHEAD: Final = 8
+AHEAD_SHARE: Final = 1.0
+"""Offered payloads that are fetched before those before them are applied. A peer whose downlink is
+slower than the run lets the rest pass, and asks for a shorter path when it has come so far."""
 
 
 class Weights:
@@ -97,7 +103,7 @@ class Follower:
         self._journal = journal
         self._stall_timeout_s = stall_timeout_s
         self._target: Version | None = weights.version
-        self._kept: deque[ManifestId] = deque()
+        self._kept: deque[tuple[ManifestId, int]] = deque()
         self.applied = trio.lowlevel.ParkingLot()
         """Unparked after each version."""
 
@@ -106,9 +112,18 @@ class Follower:
         if header.base_version is None or header.layout_digest != self._weights.layout.digest:
             return False
         wanted = self._target is not None and header.base_version == self._target
+        if wanted and not self._has_room(header.payload_bytes):
+            return False
         if wanted:
             self._target = Version(header.version)
         return wanted
+
+    def _has_room(self, payload_bytes: int) -> bool:
+        """Whether another payload may be fetched beside those that are not applied yet."""
+        kept = {identity for identity, _ in self._kept}
+        ahead = [h.payload_bytes for i, h in self._relay.headers().items() if i not in kept]
+        room = AHEAD_SHARE * self._weights.layout.total_bytes
+        return len(ahead) < PAYLOADS_AHEAD and sum(ahead) + payload_bytes <= room
 
     async def run(self) -> None:
         """Follow until cancelled.
@@ -146,7 +161,7 @@ class Follower:
                 self._target = None
                 await trio.sleep(1.0)
                 return
-            self._keep(manifest_id(signed))
+            self._keep(manifest_id(signed), header.payload_bytes)
 
     async def _fetch(self, signed: Signed) -> Assembly | None:
         """Wait for the relay; what makes no progress for too long comes over HTTP.
@@ -227,7 +242,16 @@ class Follower:
         )
         self.applied.unpark_all()
 
-    def _keep(self, identity: ManifestId) -> None:
-        self._kept.append(identity)
-        while len(self._kept) > PAYLOADS_KEPT:
-            self._relay.forget(self._kept.popleft())
+    def _keep(self, identity: ManifestId, payload_bytes: int) -> None:
+        """Keep an applied payload for others, and forget what is of no use any more."""
+        self._kept.append((identity, payload_bytes))
+        room = KEPT_SHARE * self._weights.layout.total_bytes
+        while len(self._kept) > 1 and (
+            len(self._kept) > PAYLOADS_KEPT or sum(size for _, size in self._kept) > room
+        ):
+            self._relay.forget(self._kept.popleft()[0])
+        kept = {each for each, _ in self._kept}
+        held = self._weights.version
+        for each, header in self._relay.headers().items():
+            if each not in kept and held is not None and header.version <= held:
+                self._relay.forget(each)  # we got past it by another way

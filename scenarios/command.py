@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from echo2p2p.errors import EchoError
 from echo2p2p.net.program import FAILED, OK, run_program
 from echo2p2p.testing.clock import run_virtual
-from scenarios import bench_delta, first_light
+from scenarios import bench_delta, bench_intake, bench_report, first_light, soak, torture
 from scenarios.demo import Demo
 from scenarios.world import World
 
 STORIES = {"first-light": first_light}
 """Stories in virtual time, by name."""
-BENCHES = {"delta": bench_delta}
-"""Benchmarks by name: modules with `add_arguments`, `run` and `table`."""
+BENCHES = {"delta": bench_delta, "intake": bench_intake}
+"""Benchmarks by name: modules with `add_arguments` and `run`, which returns what is printed."""
+TABLES: dict[str, Callable[[Any], str]] = {
+    "delta": bench_delta.table,
+    "intake": bench_report.table,
+}
+"""What makes text of it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +46,12 @@ def main(argv: list[str] | None = None) -> int:
         one = bench.add_parser(name, help=about, description=about)
         module.add_arguments(one)
         one.add_argument("--json", action="store_true", help="print the result as JSON")
+    about = "kill -9 a coordinator under load at random moments, and look at what is left"
+    torture.add_arguments(commands.add_parser("torture", help=about, description=about))
+    about = "watch the memory of real processes while peers come and go"
+    soaking = commands.add_parser("soak", help=about, description=about)
+    soak.add_arguments(soaking)
+    soaking.add_argument("--json", action="store_true", help="print the result as JSON")
     known, more = parser.parse_known_args(argv)
     if more and not (known.command == "run" and known.name == "demo"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -47,6 +60,10 @@ def main(argv: list[str] | None = None) -> int:
         for name, story in STORIES.items():
             print(f"{name:<13} {(story.__doc__ or '').splitlines()[0]}")
         return OK
+    if known.command == "torture":
+        return run_program(partial(torture.torture, known))
+    if known.command == "soak":
+        return run_program(partial(_soak, known))
     if known.command == "bench":
         return run_program(partial(_bench, known))
     if known.name == "demo":
@@ -57,10 +74,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _bench(arguments: argparse.Namespace) -> int:
-    module = BENCHES[arguments.name]
-    result = await module.run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else module.table(result))
+    result = await BENCHES[arguments.name].run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else TABLES[arguments.name](result))
     return OK
+
+
+async def _soak(arguments: argparse.Namespace) -> int:
+    result = await soak.run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else soak.table(result))
+    return OK if result["held"] else FAILED
 
 
 def _run_story(name: str, seed: int, trace: Path | None, *, as_json: bool) -> int:

@@ -3,6 +3,9 @@
 Whatever is killed is started again: a peer with its old identity, the coordinator on its old
 folder and port. The run ends when the coordinator has taken its last step; then the summary is
 shown. Ctrl-C ends all of it.
+
+On a terminal the run is drawn in place, from what the coordinator's ``/status`` says; elsewhere the
+coordinator's own lines are shown.
 """
 
 from __future__ import annotations
@@ -14,14 +17,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import trio
 
-from echo2p2p.errors import ChildError, StoreError
+from coordinator.access import JOIN_FILE, fetch_status, read_access
+from coordinator.plots import PLOT_FILE
+from coordinator.view import RunView
+from echo2p2p.errors import ChildError, ConfigError, LinkError, RefusedError, StoreError
+from echo2p2p.net.aio import AioHttpClients, open_aio
 from echo2p2p.net.program import OK
+from echo2p2p.terminal import Screen, can_draw, open_screen
 
 PEERS: Final = ("ann", "bob", "cem")
 RESTARTS_MAX: Final = 20
@@ -29,6 +38,8 @@ RESTARTS_MAX: Final = 20
 STOP_S: Final = 3.0
 """From SIGINT to SIGKILL when the demo ends."""
 JOIN_WAIT_S: Final = 120.0
+VIEW_S: Final = 0.5
+"""How often the view is drawn anew; the coordinator makes a status once a second."""
 
 
 @dataclass
@@ -42,6 +53,7 @@ class Demo:
 
     folder: Path
     arguments: Sequence[str] = ()
+    _screen: Screen = field(init=False, repr=False)
 
     async def run(self) -> int:
         """Run it; returns the exit code.
@@ -50,16 +62,35 @@ class Demo:
             ChildError: A process died too often.
         """
         aside = _move_aside(self.folder)
-        if aside is not None:
-            print(f"an earlier demo was moved to {aside}")
         self.folder.mkdir(parents=True)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._peers)
-            await self._coordinator()
-            nursery.cancel_scope.cancel()
-        summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        with open_screen(sys.stdout, live=can_draw(sys.stdout)) as self._screen:
+            if aside is not None:
+                self._screen.line(f"an earlier demo was moved to {aside}")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._peers)
+                if self._screen.live:
+                    nursery.start_soon(self._watch)
+                await self._coordinator()
+                nursery.cancel_scope.cancel()
+            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
         print(summary_text(summary, self.folder))
         return OK
+
+    async def _watch(self) -> None:
+        """Draw what the coordinator says of itself, until cancelled."""
+        notes = [f"logs, metrics and checkpoints in {self.folder}; kill what you like, Ctrl-C ends"]
+        async with open_aio() as aio:
+            clients = AioHttpClients(aio)
+            while True:
+                try:
+                    access = read_access(self.folder)
+                    status = await fetch_status(clients, access)
+                except (ConfigError, LinkError, RefusedError):
+                    pass  # it is starting, or being started again; the last view stays
+                else:
+                    title = f"demo  {access.url}/dashboard"
+                    self._screen.show(partial(RunView, status, title, notes))
+                await trio.sleep(VIEW_S)
 
     async def _coordinator(self) -> None:
         """Keep the coordinator up until it is done; its progress is ours."""
@@ -70,12 +101,14 @@ class Demo:
                 *("--run.folder", str(self.folder), "--server.port", str(port)),
                 *self.arguments,
             ]
-            code = await _run(command, stderr=self.folder / "coordinator.log")
+            log = self.folder / "coordinator.log"
+            code = await _run(command, stdout=log if self._screen.live else None, stderr=log)
             if code == 0:
                 return
             if code > 0:
                 raise ChildError("coordinator", f"ended with code {code}", log_tail=self._tail())
-            print(f"the coordinator was killed ({signal.Signals(-code).name}); starting it again")
+            name = signal.Signals(-code).name
+            self._screen.line(f"the coordinator was killed ({name}); starting it again")
             port = int(self._join_file()["url"].rpartition(":")[2])
         raise ChildError("coordinator", f"died {RESTARTS_MAX} times", log_tail=self._tail())
 
@@ -84,14 +117,14 @@ class Demo:
         return text[-400:].strip()
 
     def _join_file(self) -> dict[str, str]:
-        value = json.loads((self.folder / "join.json").read_text(encoding="utf-8"))
+        value = json.loads((self.folder / JOIN_FILE).read_text(encoding="utf-8"))
         assert isinstance(value, dict)
         return value
 
     async def _peers(self) -> None:
         """Start the peers once the coordinator answers."""
         with trio.fail_after(JOIN_WAIT_S):
-            while not (self.folder / "join.json").exists():  # noqa: ASYNC110 others write it
+            while not (self.folder / JOIN_FILE).exists():  # noqa: ASYNC110 others write it
                 await trio.sleep(0.05)
         join = self._join_file()
         async with trio.open_nursery() as nursery:
@@ -110,9 +143,10 @@ class Demo:
             if code == 0:
                 return
             if code < 0:
-                print(f"peer {name} was killed ({signal.Signals(-code).name}); starting it again")
+                cause = signal.Signals(-code).name
+                self._screen.line(f"peer {name} was killed ({cause}); starting it again")
             else:
-                print(f"peer {name} ended with code {code}, see {folder / 'peer.log'}")
+                self._screen.line(f"peer {name} ended with code {code}, see {folder / 'peer.log'}")
             await trio.sleep(0.5)
         raise ChildError(f"peer {name}", f"died {RESTARTS_MAX} times; see {folder / 'peer.log'}")
 
@@ -189,5 +223,8 @@ def summary_text(summary: dict[str, Any], folder: Path) -> str:
         f"{peer['relayed_bytes'] / 1e6:.1f} MB relayed"
         for peer in summary["peers"]
     ]
-    lines += ["", f"summary in {folder / 'summary.json'}, model in {folder / 'trained'}"]
+    kept = f"summary in {folder / 'summary.json'}, model in {folder / 'trained'}"
+    if (folder / PLOT_FILE).exists():
+        kept += f", reward plot in {folder / PLOT_FILE}"
+    lines += ["", kept]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ For tests of whole processes, and for trying a network by hand. Nothing is learn
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
@@ -21,14 +22,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
+from blake3 import blake3
 from pydantic import BaseModel
 
 from coordinator.app import CoordinatorPorts
 from coordinator.command import run as run_coordinator
 from coordinator.config import Settings
+from coordinator.learner.base import (
+    LearnerReady,
+    LearnerSetup,
+    Progress,
+    StepReport,
+    TrainBatch,
+)
 from coordinator.machine import open_machine as open_coordinator
 from echo2p2p.cli import load_settings
 from echo2p2p.errors import EchoError
+from echo2p2p.log import LogFlags, take_log_flags
+from echo2p2p.net.disk_errors import guard_disk
 from echo2p2p.net.ports import Journal
 from echo2p2p.net.program import USAGE, run_program
 from echo2p2p.net.system import SystemClock
@@ -53,6 +64,40 @@ class Fakes:
     token_s: float
     clock_ahead_s: float
     memory_bytes: int | None
+    train_log: Path | None
+
+
+class NotedLearner(FakeLearner):
+    """A fake learner that writes down what it consumes: one JSON line a start and a step.
+
+    A sample is known by the digest of its log-probs, which whoever uploads should make unique.
+    """
+
+    def __init__(self, file: Path, checkpoints: MutableMapping[str, bytes], fakes: Fakes) -> None:
+        super().__init__(checkpoints, start_s=fakes.start_s, step_s=fakes.step_s)
+        self._file = file
+
+    async def start(self, setup: LearnerSetup, progress: Progress) -> LearnerReady:
+        """See `Learner`."""
+        ready = await super().start(setup, progress)
+        self._note({"start": ready.step})
+        return ready
+
+    async def train(self, batch: TrainBatch) -> StepReport:
+        """See `Learner`."""
+        report = await super().train(batch)
+        samples = [sample_name(sample.logprobs.tobytes()) for sample in batch.samples]
+        self._note({"step": report.step, "samples": samples})
+        return report
+
+    def _note(self, line: dict[str, object]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def sample_name(logprobs: bytes) -> str:
+    """Return how a train log calls a sample of these log-probs (little-endian float32)."""
+    return blake3(logprobs).hexdigest()[:16]
 
 
 class ShiftedClock:
@@ -77,11 +122,16 @@ class CheckpointFiles(MutableMapping[str, bytes]):
             raise KeyError(name) from error
 
     def __setitem__(self, name: str, value: bytes) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint.
+
+        Raises:
+            StoreError: The disk refused.
+        """
         partial = Path(f"{name}.partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        (partial / "state").write_bytes(value)
-        partial.rename(name)
+        with guard_disk(f"write {name}"):
+            partial.mkdir(parents=True, exist_ok=True)
+            (partial / "state").write_bytes(value)
+            partial.rename(name)
 
     def __delitem__(self, name: str) -> None:
         """Remove a checkpoint."""
@@ -105,20 +155,25 @@ def coordinator_machine(
     @asynccontextmanager
     async def machine(settings: Settings, journal: Journal) -> AsyncIterator[CoordinatorPorts]:
         model = Path(settings.model.path)
-        model.mkdir(parents=True, exist_ok=True)
-        for name in MODEL_FILES:
-            (model / name).write_text("{}\n", encoding="utf-8")
+        with guard_disk(f"write {model}"):
+            model.mkdir(parents=True, exist_ok=True)
+            for name in MODEL_FILES:
+                (model / name).write_text("{}\n", encoding="utf-8")
         async with open_coordinator(settings, journal) as ports:
             yield replace(
                 ports,
                 clock=ShiftedClock(fakes.clock_ahead_s),
-                make_learner=lambda: FakeLearner(
-                    CheckpointFiles(), start_s=fakes.start_s, step_s=fakes.step_s
-                ),
+                make_learner=lambda: _learner(fakes),
                 make_task_worker=InlineTaskWorker,
             )
 
     return machine
+
+
+def _learner(fakes: Fakes) -> FakeLearner:
+    if fakes.train_log is not None:
+        return NotedLearner(fakes.train_log, CheckpointFiles(), fakes)
+    return FakeLearner(CheckpointFiles(), start_s=fakes.start_s, step_s=fakes.step_s)
 
 
 def peer_machine(
@@ -131,11 +186,10 @@ def peer_machine(
         real = settings.model_copy(
             update={"engine": settings.engine.model_copy(update={"kind": "none"})}
         )
-        async with open_peer(real, journal) as ports:
-            ports = replace(ports, clock=ShiftedClock(fakes.clock_ahead_s))
+        async with open_peer(real, journal) as opened:
+            ports = replace(opened, clock=ShiftedClock(fakes.clock_ahead_s))
             if fakes.memory_bytes is not None:
-                free = fakes.memory_bytes
-                ports = replace(ports, memory_free=lambda: free)
+                ports = replace(ports, memory_free=lambda: fakes.memory_bytes)
             if settings.engine.kind != "none":
                 ports = replace(
                     ports,
@@ -164,22 +218,25 @@ def main(argv: list[str] | None = None) -> int:
         ("--fake-token-s", float, 0.002, "one token of the engine takes so long"),
         ("--fake-clock-ahead-s", float, 0.0, "the clock of this machine is wrong by this"),
         ("--fake-memory-bytes", int, None, "this peer has so much free memory"),
+        ("--fake-train-log", Path, None, "the learner writes down what it consumes"),
     ):
         parser.add_argument(option, type=kind, default=default, help=text)
-    known, rest = parser.parse_known_args(argv)
+    known, words = parser.parse_known_args(argv)
+    flags, rest = take_log_flags(words)
     fakes = Fakes(
         known.fake_start_s,
         known.fake_step_s,
         known.fake_token_s,
         known.fake_clock_ahead_s,
         known.fake_memory_bytes,
+        known.fake_train_log,
     )
     if known.command == "run":
-        return _run(rest, fakes)
-    return _join(rest, fakes)
+        return _run(rest, fakes, flags)
+    return _join(rest, fakes, flags)
 
 
-def _run(words: list[str], fakes: Fakes) -> int:
+def _run(words: list[str], fakes: Fakes, flags: LogFlags) -> int:
     values = {
         "run": {"folder": "run", "steps": 1_000_000},
         "server": {"port": 0},
@@ -192,21 +249,21 @@ def _run(words: list[str], fakes: Fakes) -> int:
     if settings.model.path == os.devnull:
         model = settings.model.model_copy(update={"path": f"{settings.run.folder}/model"})
         settings = settings.model_copy(update={"model": model})
-    return run_program(lambda: run_coordinator(settings, machine=coordinator_machine(fakes)))
+    machine = coordinator_machine(fakes)
+    return run_program(lambda: run_coordinator(settings, machine=machine, flags=flags))
 
 
-def _join(words: list[str], fakes: Fakes) -> int:
+def _join(words: list[str], fakes: Fakes, flags: LogFlags) -> int:
     if words and not words[0].startswith("-"):
         words = ["--url", *words]
     settings = _load(PeerSettings, words, {"relay": {"host": "127.0.0.1"}})
     if settings is None:
         return USAGE
-    return run_program(lambda: run_peer(settings, machine=peer_machine(fakes)))
+    machine = peer_machine(fakes)
+    return run_program(lambda: run_peer(settings, machine=machine, flags=flags))
 
 
-def _load(
-    kind: type[SettingsT], words: list[str], values: dict[str, object]
-) -> SettingsT | None:
+def _load(kind: type[SettingsT], words: list[str], values: dict[str, object]) -> SettingsT | None:
     try:
         return load_settings(kind, words, program="live_fakes", presets={}, values=values)
     except EchoError as error:

@@ -31,7 +31,7 @@ from coordinator.learner.base import (
 )
 from coordinator.task_desk import TaskDesk
 from coordinator.task_port import Done, Failed, Next, Opening, TaskInfo, TaskSetup, Turn
-from echo2p2p.errors import ChildError, EngineError
+from echo2p2p.errors import ChildError, EngineError, StoreError
 from echo2p2p.ids import Digest, Step, Version
 from echo2p2p.net.ports import SharedState
 from echo2p2p.tasks.base import Prompt
@@ -182,13 +182,13 @@ class FakeEngine:
         await self._life.spend(0)
         return self._label()[1]
 
-    async def generate(self, leases: list[Lease]) -> list[Generated]:
+    async def generate(self, leases: list[Lease], *, timeout_s: float = inf) -> list[Generated]:
         """See `Engine`."""
         self._generates += 1
         await self._life.spend(0)
         version, digest = self._label()
         if self._generates == self._faults.hang_at_generate:
-            await self._life.hang(self._timeout_s, "generate")
+            await self._life.hang(min(timeout_s, self._timeout_s), "generate")
         answers = [self._answer(lease, version, digest) for lease in leases]
         longest = max((s.tokens.length for answer in answers for s in answer), default=0)
         seconds = longest * self._seconds_per_token
@@ -198,7 +198,7 @@ class FakeEngine:
         await self._life.spend(seconds)
         share = seconds / max(1, len(leases))
         return [
-            Generated(lease_id=lease.lease_id, samples=answer, seconds=share)
+            Generated(lease.lease_id, answer, share, "" if answer else "makes no sense")
             for lease, answer in zip(leases, answers, strict=True)
         ]
 
@@ -220,7 +220,7 @@ class FakeEngine:
     def _answer(self, lease: Lease, version: Version, digest: Digest) -> tuple[Sample, ...]:
         prompt = to_tokens(lease.prompt)
         if lease.samples != len(lease.seeds) or lease.tokens_max < 1 or prompt.size == 0:
-            raise EngineError(f"lease {lease.lease_id} makes no sense")
+            return ()
         return tuple(self._sample(lease, prompt, seed, version, digest) for seed in lease.seeds)
 
     def _sample(
@@ -383,7 +383,11 @@ class FakeLearner:
         if str(folder) in self._checkpoints:
             self._refuse(f"StoreError: {folder} exists")
         step = self._step.to_bytes(_STEP_BYTES, "little")
-        self._checkpoints[str(folder)] = step + self._bits.tobytes()
+        try:
+            self._checkpoints[str(folder)] = step + self._bits.tobytes()
+        except StoreError as error:
+            kind = type(error).__name__
+            raise ChildError("learner", f"{kind}: {error}", raised=kind) from error
         return Step(self._step)
 
     async def close(self) -> None:

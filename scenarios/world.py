@@ -158,6 +158,7 @@ class World:
         self.checkpoints: dict[str, bytes] = {}
         self.summary: Mapping[str, Any] | None = None
         self._learner_lives = 0
+        self._coordinator_lives = 0
         self._opened = trio.Event()
         self._ended = trio.lowlevel.ParkingLot()
         self._address: Opened | None = None
@@ -195,8 +196,10 @@ class World:
             nursery.cancel_scope.cancel()
 
     async def run_coordinator(self) -> None:
-        """Run the coordinator to its end."""
-        entropy = self._entropy.fork(COORDINATOR)
+        """Run the coordinator to its end; once more on the same disk is its next life."""
+        self._coordinator_lives += 1
+        life = f" life {self._coordinator_lives}" if self._coordinator_lives > 1 else ""
+        entropy = self._entropy.fork(COORDINATOR + life)
         journal = self.journal.bind(node=COORDINATOR)
         async with self.disk.open_store("run", MIGRATIONS) as store:
             ports = CoordinatorPorts(

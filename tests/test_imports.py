@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("echo2p2p", "peer", "coordinator", "scenarios")
 HEAVY = {"torch", "transformers", "vllm", "tokenizers", "safetensors"}
+FOR_WATCHING = {"rich", "matplotlib", "prometheus_client", "tensorboard", "tensorboardX"}
+"""Imported when somebody watches, and not before."""
 TORCH_LIVES_IN = ("coordinator/learner/", "peer/engine/")
 
 REPORT = """
@@ -72,12 +74,14 @@ def test_library_apps_and_scenarios_leave_torch_alone_and_start_no_thread():
     loaded, threads = imported(names)
     assert {"trio", "aiohttp"} <= loaded
     assert not loaded & {"torch", "transformers", "vllm"}
+    assert not loaded & FOR_WATCHING - {"rich"}, "rich: structlog takes it where it is installed"
     assert threads == ["MainThread"]
 
 
 @pytest.mark.slow
 def test_a_relay_only_peer_needs_nothing_of_the_models_world():
-    blocked = f"sys.modules.update(dict.fromkeys({sorted(HEAVY | {'jinja2'})!r}))"
+    unwanted = sorted(HEAVY | {"jinja2"} | FOR_WATCHING)
+    blocked = f"sys.modules.update(dict.fromkeys({unwanted!r}))"
     names = ["peer.app", "peer.machine", "peer.command"]
     loaded, threads = imported(names, before=blocked)
     assert "trio" in loaded
@@ -104,6 +108,14 @@ def test_only_learner_and_engine_import_torch():
     names = importers(*HEAVY - {"tokenizers", "safetensors"})
     assert names
     assert all(name.startswith(TORCH_LIVES_IN) for name in names), names
+
+
+def test_only_views_import_what_is_for_watching():
+    assert importers("matplotlib") == {"coordinator/plots.py"}
+    assert importers("rich") == {
+        *("echo2p2p/terminal.py", "coordinator/view.py", "coordinator/status_command.py")
+    }
+    assert importers("prometheus_client") == {"coordinator/metrics.py", "peer/metrics.py"}
 
 
 def test_nothing_is_pickled():

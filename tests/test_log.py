@@ -6,8 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from echo2p2p import log as log_module
 from echo2p2p.errors import ConfigError
-from echo2p2p.log import SINK_LOST, level_of, open_journal, plain_fields
+from echo2p2p.log import (
+    SINK_LOST,
+    LogFlags,
+    level_of,
+    open_journal,
+    plain_fields,
+    take_log_flags,
+)
 from echo2p2p.net.trust import JoinToken, draw_admin_token, draw_credential
 from echo2p2p.testing.clock import EPOCH_S
 from echo2p2p.testing.system import SimEntropy
@@ -30,7 +38,10 @@ def lines(text: str) -> list[dict[str, object]]:
         ("upload_rejected", "warning"),
         ("peer.lost", "warning"),
         ("peer.joined", "info"),
-        ("failed_over.done", "info"),
+        ("link.violated", "warning"),
+        ("failed_over.ended", "info"),
+        ("step.done", "debug"),
+        ("upload.accepted", "debug"),
     ],
 )
 def test_the_last_word_of_an_event_is_its_level(name: str, level: str) -> None:
@@ -119,7 +130,7 @@ def test_a_file_gets_json_lines_whatever_the_terminal_gets(tmp_path: Path) -> No
 
 def test_a_file_that_cannot_be_written_is_a_config_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="choose another file"),
+        pytest.raises(ConfigError, match="no such folder: make it"),
         open_journal(io.StringIO(), FixedClock(), file=tmp_path / "nowhere" / "x"),
     ):
         raise AssertionError
@@ -146,3 +157,61 @@ def test_a_journal_without_any_sink_left_is_silent() -> None:
         closed.close()
         journal.event("a.one")
         journal.event("a.two")
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ([], LogFlags()),
+        (["--quiet"], LogFlags(lowest="warning")),
+        (["--verbose"], LogFlags(lowest="debug")),
+        (["--log-json"], LogFlags(form="json", lowest="debug")),
+        (["--log-json", "--quiet"], LogFlags(form="json", lowest="warning")),
+    ],
+)
+def test_flags_are_taken_out_of_the_command_line(words: list[str], flags: LogFlags) -> None:
+    assert take_log_flags(["--a", "1", *words, "b"]) == (flags, ["--a", "1", "b"])
+
+
+def test_quiet_and_verbose_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="contradicts --verbose"):
+        take_log_flags(["--verbose", "--quiet"])
+
+
+def test_progress_is_for_people_who_did_not_ask_for_quiet() -> None:
+    shown = [
+        words
+        for words in ("--quiet", "--verbose", "--log-json", "--x")
+        if take_log_flags([words])[0].shows_progress
+    ]
+    assert shown == ["--verbose", "--x"]
+
+
+def test_a_stream_gets_what_is_at_its_level_and_the_file_everything(tmp_path: Path) -> None:
+    out, path = io.StringIO(), tmp_path / "x.jsonl"
+    with open_journal(out, FixedClock(), form="json", lowest="warning", file=path) as journal:
+        for name in ("step.done", "peer.joined", "peer.lost", "child.died"):
+            journal.event(name)
+    assert [line["level"] for line in lines(out.getvalue())] == ["warning", "error"]
+    assert [line["level"] for line in lines(path.read_text())] == [
+        "debug",
+        "info",
+        "warning",
+        "error",
+    ]
+
+
+def test_a_long_file_is_moved_aside_and_no_line_is_lost(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(log_module, "FILE_BYTES_MAX", 4096)
+    file = tmp_path / "events.jsonl"
+    with open_journal(io.StringIO(), FixedClock(), file=file) as journal:
+        for number in range(60):
+            journal.event("peer.joined", number=number)
+    old = lines((tmp_path / "events.jsonl.1").read_text())
+    new = lines(file.read_text())
+    assert [line["number"] for line in [*old, *new]] == list(range(60))
+    with open_journal(io.StringIO(), FixedClock(), file=file) as journal:
+        for number in range(1000):
+            journal.event("peer.joined", number=number)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 4096 + 500
+    assert lines(file.read_text())[-1]["number"] == 999

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("echo2p2p", "peer", "coordinator", "scenarios")
 CORES = ("wire", "weights", "broadcast", "capacity", "rollouts", "tasks")
 LINES_MAX = 500
+TEST_LINES_MAX = 650  # a test file is a list of stories: longer is not harder to read
 FUNCTION_LINES_MAX = 70
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 
@@ -80,8 +81,13 @@ def test_the_search_finds_the_sources():
 
 
 def test_no_source_file_is_long():
-    long = {name: n for name, text in SOURCES.items() if (n := len(text.splitlines())) > LINES_MAX}
-    assert not long, f"over {LINES_MAX} lines"
+    def limit(name):
+        return TEST_LINES_MAX if name.startswith("tests/") else LINES_MAX
+
+    long = {
+        name: n for name, text in SOURCES.items() if (n := len(text.splitlines())) > limit(name)
+    }
+    assert not long, f"over {LINES_MAX} lines, or {TEST_LINES_MAX} in tests"
 
 
 def test_no_function_is_long():

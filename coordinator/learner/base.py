@@ -118,6 +118,7 @@ class Learner(Protocol):
 
         Raises:
             ChildError: It did not come up; carries the end of its log.
+            ConfigError: It cannot come up with these settings, however often it is tried.
         """
         ...
 

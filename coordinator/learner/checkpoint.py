@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
 from echo2p2p.errors import StoreError
+from echo2p2p.net.disk_errors import disk_error
 
 FORMAT: Final = 1
 TOKENIZER_FILES: Final = (
@@ -69,7 +71,12 @@ def write_checkpoint(
         _sync(folder.parent)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StoreError(f"checkpoint {folder} cannot be written: {error}") from error
+        raise disk_error(f"write the checkpoint {folder}", error) from error
+    except (RuntimeError, SafetensorError) as error:  # their writers' own words for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        cause = " ".join(str(error).split())[:100]
+        detail = f"cannot write the checkpoint {folder}: {cause}: free some space"
+        raise StoreError(detail) from error
 
 
 def read_position(folder: Path) -> Position:

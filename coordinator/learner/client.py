@@ -16,8 +16,8 @@ class TorchLearnerProcess:
     """See `coordinator.learner.base.Learner`.
 
     Args:
-        start_silence_s: `start` has no deadline, but must give a sign of life this often: one
-            comes after the imports, after building the model, and every few warm-up steps.
+        start_silence_s: `start` has no deadline, but the process must work or read without a
+            pause of this length.
         train_timeout_s: For one optimizer step.
         export_timeout_s: For one publish copy.
         save_timeout_s: For one checkpoint.

@@ -34,7 +34,7 @@ from coordinator.learner.layout import layout_of, write_state
 from coordinator.learner.loss import LossSettings, LossSums, token_loss
 from coordinator.learner.warm_start import warm_start
 from coordinator.model import FolderTokenizer
-from echo2p2p.errors import LocalProtocolError
+from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.ids import Step
 from echo2p2p.net.child_worker import Stopwatch
 from echo2p2p.tasks.registry import make_task
@@ -48,6 +48,10 @@ class TorchLearner:
     Args:
         setup: As in the port.
         report: Signs of life while the model is built and warmed up.
+
+    Raises:
+        ConfigError: The model's folder, or the task of the warm start, is of no use.
+        StoreError: The checkpoint is.
     """
 
     def __init__(self, setup: LearnerSetup, report: Report) -> None:
@@ -59,7 +63,7 @@ class TorchLearner:
             setup.clip_low, setup.clip_high, setup.correction, setup.correction_cap
         )
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _build(setup.checkpoint or setup.model_dir).to(self._device).eval()
+        self.model = _build(setup).to(self._device).eval()
         report("built", {"parameters": float(self.model.num_parameters())})
         self._layout, self._tensors = layout_of(self.model)
         if setup.checkpoint is None and setup.warm_start.steps:
@@ -176,8 +180,31 @@ class TorchLearner:
         return Step(self._step)
 
 
-def _build(folder: Path) -> Any:  # noqa: ANN401 - transformers has no types here
-    """Return the folder's model in float32: its weights, or fresh ones if it has none."""
+def _build(setup: LearnerSetup) -> Any:  # noqa: ANN401 - transformers has no types here
+    """Return the model in float32: its folder's weights, or fresh ones if it has none.
+
+    Raises:
+        ConfigError: The model's folder holds no causal language model.
+        StoreError: The checkpoint does not.
+    """
+    folder = setup.checkpoint or setup.model_dir
+    try:
+        return _load(folder)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise  # another time there may be room
+    except Exception as error:  # transformers and safetensors raise whatever they stumbled on
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if setup.checkpoint is not None:
+            raise StoreError(
+                f"checkpoint {folder} cannot be loaded ({cause}): move it away to go on from the "
+                "one before"
+            ) from error
+        raise ConfigError(
+            "model.path", f"{folder} holds no causal language model ({cause})"
+        ) from error
+
+
+def _load(folder: Path) -> Any:  # noqa: ANN401 - transformers has no types here
     if any(folder.glob("*.safetensors")):
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True

@@ -65,7 +65,7 @@ def main() -> None:
     child_worker.serve(
         channel,
         {
-            "start": Method(dict[str, Any], worker.start),
+            "start": Method(dict[str, Any], worker.start, beats=True),
             "train": Method(BatchCall, worker.train),
             "export": Method(str, worker.export),
             "save": Method(str, worker.save),

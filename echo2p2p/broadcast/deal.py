@@ -45,9 +45,6 @@ POLL_S: Final = 0.25
 LOOK_AHEAD_CHUNKS: Final = 32
 """Of the chunks not yet dealt, how many are tried when the first suits none of the relays."""
 
-HELP_AGE_S: Final = 0.75
-"""Before the source makes a copy of a chunk that a relay was dealt."""
-
 PROMISE_S: Final = 3.0
 """For so long a chunk that somebody else asked for is taken to be on its way to them."""
 
@@ -216,21 +213,20 @@ class Dealer:
         return None
 
     def help(
-        self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet], now: float
+        self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet]
     ) -> tuple[PeerId, int] | None:
         """Choose a copy that the source should make in a relay's stead.
 
-        Only of relays that are behind, from the end of their queues, from which they take what
-        others announce; and only of chunks that the relay itself must have announced meanwhile,
-        lest the receiver take the copy for a deal. Arguments and result are as those of `deal`.
+        Only when all relays are behind or nothing is left to deal, and from the end of a late
+        relay's queue, from which it takes what others announce. Arguments and result are as those
+        of `deal`; the receiver must be told that it is no deal.
         """
         behind = [relay for relay in self._relays if self._is_late(relay)]
         if self._undealt and len(behind) < len(self._relays):
             return None
         for relay in sorted(behind, key=self._backlog_s, reverse=True):
             for index in list(self._relays[relay].deals)[: DEALS_AT_WORK - 1 : -1]:
-                sent_s = self._deals[index].sent_s
-                if sent_s is None or now - sent_s < HELP_AGE_S:
+                if self._deals[index].sent_s is None:
                     continue
                 for peer in candidates:
                     if peer != relay and index not in known[peer]:

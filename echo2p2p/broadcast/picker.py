@@ -341,7 +341,10 @@ class Picker:
                 continue
             if goal.avoid.get((link, index), now) > now:
                 continue
-            request = self._links[links[0]].requests[manifest_id, index]
+            first = self._links[links[0]]
+            request = first.requests[manifest_id, index]
+            if now - first.heard_s < self._settings.patience_min_s:
+                continue
             wait_s = request.patience_s - request.asked_s
             if state.is_source and goal.holders[index] > 1:
                 wait_s += self._settings.source_grace_s

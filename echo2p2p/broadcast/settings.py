@@ -38,7 +38,7 @@ class SwarmSettings:
     deadline_min_s: float = 1.0
     """Shortest time for a requested chunk to come."""
 
-    patience_min_s: float = 0.25
+    patience_min_s: float = 0.5
     """Shortest time before, in the endgame, a second holder is asked."""
 
     snub_s: float = 5.0

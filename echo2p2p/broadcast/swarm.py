@@ -130,16 +130,15 @@ class Swarm:
             manifest_id: Its name.
             count: Chunks, chunk 0 included.
             chunk_bytes: Of a whole chunk.
-            held: Verified chunks; the rest is wanted. The source must hold all.
+            held: Verified chunks; the rest is wanted. The source deals only what it holds whole.
             push: Deal it and push it on (deltas); otherwise it is pulled only (anchors).
             now: Seconds.
         """
         if manifest_id in self._transfers:
             return []
         chunks = ChunkSet(count, held)
-        assert chunks.complete or not self._is_source
         dealer, late_s = None, self._settings.backlog_max_s
-        if self._is_source:
+        if self._is_source and chunks.complete:
             dealer = Dealer(count, chunk_bytes, self._rates, push=push, backlog_max_s=late_s)
         transfer = self._transfers[manifest_id] = Transfer(
             manifest_id,
@@ -175,7 +174,7 @@ class Swarm:
     # --- frames -------------------------------------------------------------------------------
 
     def receive_offer(self, link: PeerId, manifest_id: ManifestId) -> None:
-        """The other side has shown a manifest, of a payload of ours or of one that may become it."""
+        """The other side has shown a manifest: of a payload of ours, or of one to come."""
         transfer = self._transfers.get(manifest_id)
         if transfer is not None:
             transfer.view(link).offered = True
@@ -283,9 +282,10 @@ class Swarm:
         if index in transfer.held or index in transfer.origins:
             self._duplicate_bytes += size
         asked, cancels = self._picker.arrived(link, manifest_id, index, size, now)
-        if index not in transfer.held:
-            transfer.origins.setdefault(index, Origin(link, unasked=not asked))
         view = transfer.view(link)
+        if index not in transfer.held:
+            dealt = not asked and index not in view.held
+            transfer.origins.setdefault(index, Origin(link, dealt))
         view.add(index)
         view.aware.add(index)
         self._uploads.to(link).cancel((manifest_id, index))
@@ -365,13 +365,8 @@ class Swarm:
 
     def statistics(self) -> SwarmStatistics:
         """Return the counters."""
-        return SwarmStatistics(
-            self._duplicate_bytes,
-            self._unknown_bytes,
-            self._pushed,
-            self._requested,
-            self._redealt,
-        )
+        counts = (self._pushed, self._requested, self._redealt)
+        return SwarmStatistics(self._duplicate_bytes, self._unknown_bytes, *counts)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -434,12 +429,12 @@ class Swarm:
 
     def _push_on(self, transfer: Transfer, index: int, origin: Origin | None) -> None:
         """Queue a chunk that came unasked for the neighbours who should get it from us."""
-        if origin is None or not origin.unasked or not transfer.push:
+        if origin is None or not origin.dealt or not transfer.push:
             return
         if not self._from_source(origin.link) or (self._mesh and index == 0):
             return  # in a mesh everybody gets it first-hand; elsewhere pulls take over
         if transfer.held_beside(index, origin.link):
-            return  # a copy that the source made in a relay's stead, or an old one
+            return  # another relay has it already, perhaps from an earlier deal
         targets = [link for link in transfer.lacking(index) if not self._from_source(link)]
         if not self._mesh:
             targets.sort(key=lambda link: (len(self._uploads.to(link)), self._rng.random()))
@@ -484,10 +479,11 @@ class Swarm:
             free = [link for link, box in self._uploads.in_turn() if link in known and box.has_room]
             choice = dealer.deal(free, known, fanout)
             if choice is None:
-                choice = dealer.help(free, known, now)
+                choice = dealer.help(free, known)
                 if choice is None:
                     break
                 dealer.helped(choice[1], now)
+                self._announce(transfer, choice[0], [choice[1]])  # or it would push it on
             link, index = choice
             known[link].add(index)
             key = (transfer.manifest_id, index)

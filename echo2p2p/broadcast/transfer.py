@@ -61,7 +61,8 @@ class Origin:
     """Where a chunk came from that is not verified yet."""
 
     link: PeerId
-    unasked: bool
+    dealt: bool
+    """Neither asked for nor announced by its sender: ours to push on, if that is the source."""
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ start. A name is never a path: it comes from a small alphabet, and starts with a
 
 from __future__ import annotations
 
-import errno
 import itertools
+import mmap
 import os
 import re
 from collections.abc import Callable
@@ -19,21 +19,13 @@ from typing import Final, TypeVar
 import trio
 
 from echo2p2p.errors import LocalProtocolError, StoreError
+from echo2p2p.net.disk_errors import disk_error
 
 T = TypeVar("T")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _UNFINISHED: Final = ".new-"
 """Starts the names of files that are being written; no blob's name starts with a dot."""
-
-_MENDS: Final = {
-    errno.ENOSPC: "the disk is full: free some space",
-    errno.EDQUOT: "the disk quota is used up: free some space",
-    errno.EROFS: "the file system is read-only: choose another folder",
-    errno.EACCES: "not allowed: give this user the right to write there",
-    errno.EPERM: "not allowed: give this user the right to write there",
-    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
-}
 
 
 def checked_name(name: str) -> str:
@@ -45,12 +37,6 @@ def checked_name(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise LocalProtocolError(f"not a blob name: {name[:40]!r}")
     return name
-
-
-def disk_error(doing: str, error: OSError) -> StoreError:
-    """Return ``error`` as one line with its cause and mend."""
-    mend = _MENDS.get(error.errno or 0, error.strerror or type(error).__name__)
-    return StoreError(f"cannot {doing}: {mend}")
 
 
 class FileBlobs:
@@ -88,9 +74,20 @@ class FileBlobs:
         Raises:
             StoreError: There is none, or the disk refused.
         """
+        return await self._read(name, Path.read_bytes)
+
+    async def map(self, name: str) -> memoryview:
+        """Return the whole content as pages of the file, which nobody else may cut short.
+
+        Raises:
+            StoreError: There is none, or the disk refused.
+        """
+        return await self._read(name, _map)
+
+    async def _read(self, name: str, read: Callable[[Path], T]) -> T:
         path = self._folder / checked_name(name)
         try:
-            return await self._in_thread(f"read {path}", path.read_bytes)
+            return await self._in_thread(f"read {path}", lambda: read(path))
         except StoreError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 raise StoreError(f"there is no blob {name}") from error
@@ -118,6 +115,13 @@ class FileBlobs:
             return await trio.to_thread.run_sync(work, limiter=self._limiter)
         except OSError as error:
             raise disk_error(doing, error) from error
+
+
+def _map(path: Path) -> memoryview:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return memoryview(b"")  # nothing cannot be mapped
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _write_whole(unfinished: Path, path: Path, data: bytes | bytearray | memoryview) -> None:

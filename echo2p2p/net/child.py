@@ -4,7 +4,9 @@ The network process never imports torch and is never blocked by a training step:
 and task workers are children, and a crashed child is an event with an error and its last words,
 not the end of the node. Calls go over a socket pair as length-prefixed MessagePack
 (`echo2p2p.net.child_worker` has the format and the child's loop), one at a time. What the child
-prints is kept (the last 4 KiB) and may be appended to a log file.
+prints is kept (the last 4 KiB) and may be appended to a log file, which is moved aside when it has
+grown long. A child that uses more memory than it may is killed while a call runs, before the
+machine has to kill something.
 
 No nursery outlives a call: the output is read while a call runs, and a child that writes more
 than a pipe holds between two calls waits for the next one. Whatever goes wrong (death, a broken
@@ -29,19 +31,22 @@ from typing import Any, Final, TypeVar
 import msgspec
 import trio
 
-from echo2p2p.errors import ChildError, LocalProtocolError
+from echo2p2p.errors import ChildError, ConfigError, LocalProtocolError
 from echo2p2p.net.child_worker import (
     ENVIRONMENT_KEY,
     FRAME_BYTES_MAX,
     HEADER,
+    Beat,
     Call,
     Failure,
+    FrameTooLongError,
     FromChild,
     Progress,
     Reply,
     encode_body,
     encode_frame,
 )
+from echo2p2p.net.process_memory import tree_memory
 
 T = TypeVar("T")
 
@@ -55,6 +60,9 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
 
 LOG_TAIL_BYTES: Final = 4096
 LAST_WORDS_LINES: Final = 3
+LOG_FILE_BYTES_MAX: Final = 16 << 20
+"""A log file that has grown to this becomes ``<name>.1``, in place of the one before."""
+MEMORY_LOOK_S: Final = 0.25
 GOODBYE_S: Final = 1.0
 """How long an idle child may take to end by itself."""
 CLOSE_S: Final = 5.0
@@ -72,6 +80,7 @@ class ChildProcess:
         arguments: Its command line.
         environment: Laid over `ENVIRONMENT`.
         log_file: All output is appended here.
+        memory_max_bytes: Private memory of the child and its own children; more is death.
     """
 
     def __init__(
@@ -82,11 +91,13 @@ class ChildProcess:
         *,
         environment: Mapping[str, str] | None = None,
         log_file: Path | None = None,
+        memory_max_bytes: int | None = None,
     ) -> None:
         self.name = name
         self._command = [sys.executable, "-P", "-m", module, *arguments]
         self._environment = {**ENVIRONMENT, **(environment or {})}
         self._log_file = log_file
+        self._memory_max_bytes = memory_max_bytes
         self._tail = bytearray()
         self._process: trio.Process | None = None
         self._stream: trio.SocketStream | None = None
@@ -169,13 +180,15 @@ class ChildProcess:
             argument: Encoded with msgspec.
             kind: What the reply must be.
             timeout_s: For all of it; ``None`` for calls that only ``silence_s`` bounds.
-            silence_s: Longest time without any message from the child.
+            silence_s: Longest time without any message from the child, beats included.
             progress: Called with each progress message, decoded as ``progress_kind``.
             progress_kind: See ``progress``.
 
         Raises:
-            ChildError: The method raised (the child lives on), or the child died, broke its pipe,
-                was silent or late (it is of no more use: close it).
+            ChildError: The method raised (``raised`` says what, and the child lives on), or the
+                child died, broke its pipe, was silent or late, or used too much memory (it is of
+                no more use: close it).
+            ConfigError: The method raised one; the child lives on.
 
         Cancelling leaves the child unusable: its late answer would pass for the next one.
         """
@@ -184,7 +197,10 @@ class ChildProcess:
         stream = self._stream
         if self._broken is not None or stream is None:
             raise self._error(self._broken or "it was closed")
-        frame = encode_frame(Call(method=method, body=encode_body(argument)))
+        try:
+            frame = encode_frame(Call(method=method, body=encode_body(argument)))
+        except FrameTooLongError as error:
+            raise self._error(f"{method!r} was not asked: {error}", last_words=False) from error
         self._idle = trio.Event()
         self._broken = f"its call {method!r} was cancelled"
         try:
@@ -193,7 +209,9 @@ class ChildProcess:
             )
             if isinstance(answer, Failure):
                 self._broken = None
-                raise self._error(answer.detail, last_words=False)
+                if answer.config_path is not None:
+                    raise ConfigError(answer.config_path, answer.detail)
+                raise self._error(answer.detail, last_words=False, raised=answer.kind)
             reply: T = msgspec.msgpack.decode(answer.body, type=kind)
             self._broken = None
             return reply  # noqa: TRY300 - an else block would hide that decoding may fail too
@@ -216,18 +234,20 @@ class ChildProcess:
         """Send, then read until the answer; another task reads the child's output meanwhile."""
         answer: Reply | Failure | None = None
         lost = ""
-        output_ended = trio.Event()
+        output_ended, overgrown = trio.Event(), trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read_output, output_ended)
+            nursery.start_soon(self._watch_memory, overgrown)
             with trio.move_on_after(inf if timeout_s is None else timeout_s) as limit:
                 try:
                     await stream.send_all(frame)
                     while answer is None:
                         message = await self._receive(stream, silence_s)
-                        if not isinstance(message, Progress):
+                        if isinstance(message, Progress):
+                            if progress is not None:
+                                progress(msgspec.msgpack.decode(message.body, type=progress_kind))
+                        elif not isinstance(message, Beat):
                             answer = message
-                        elif progress is not None:
-                            progress(msgspec.msgpack.decode(message.body, type=progress_kind))
                 except (_LostError, trio.BrokenResourceError, trio.ClosedResourceError):
                     lost = "died"
                 except msgspec.MsgspecError as error:
@@ -239,12 +259,32 @@ class ChildProcess:
             elif lost == "died":
                 with trio.move_on_after(GOODBYE_S):  # for the traceback that is still in the pipe
                     await output_ended.wait()
-                lost = f"died during {method!r}{await self._fate()}"
+                if overgrown.is_set():
+                    lost = f"was killed during {method!r}: {self._overgrown()}"
+                else:
+                    lost = f"died during {method!r}{await self._fate()}"
             nursery.cancel_scope.cancel()
         if answer is None:
             self._broken = "it was closed" if self._closing else lost
             raise self._error(self._broken)
         return answer
+
+    async def _watch_memory(self, overgrown: trio.Event) -> None:
+        """Kill it when it has grown too large; the call under way then sees its end."""
+        process, most = self._process, self._memory_max_bytes
+        assert process is not None
+        if most is None:
+            return
+        while True:
+            if tree_memory(process.pid).private_bytes > most:
+                overgrown.set()
+                _kill_group(process.pid)
+                return
+            await trio.sleep(MEMORY_LOOK_S)
+
+    def _overgrown(self) -> str:
+        assert self._memory_max_bytes is not None
+        return f"it used more than the {self._memory_max_bytes / 1e6:.0f} MB of memory it may"
 
     async def _receive(self, stream: trio.SocketStream, silence_s: float | None) -> FromChild:
         with trio.fail_after(inf if silence_s is None else silence_s):
@@ -275,6 +315,9 @@ class ChildProcess:
         try:
             with self._log_file.open("ab") as file:
                 file.write(data)
+                long = file.tell() >= LOG_FILE_BYTES_MAX
+            if long:
+                self._log_file.replace(self._log_file.with_name(f"{self._log_file.name}.1"))
         except OSError as error:  # a full disk must not end a training run; the tail says it
             self._tail += f"\n[no longer logged: {error}]\n".encode()
             self._log_file = None
@@ -290,12 +333,14 @@ class ChildProcess:
             return ""
         if status.si_code == os.CLD_EXITED:
             return f" with exit code {status.si_status}"
+        if status.si_status == signal.SIGKILL:
+            return " of SIGKILL (by hand, or because the machine has no memory left)"
         return f" of {signal.Signals(status.si_status).name}"
 
-    def _error(self, detail: str, *, last_words: bool = True) -> ChildError:
+    def _error(self, detail: str, *, last_words: bool = True, raised: str = "") -> ChildError:
         lines = [line.strip() for line in self.log_tail.splitlines() if line.strip()]
         words = " | ".join(lines[-LAST_WORDS_LINES:])[-500:] if last_words else ""
-        return ChildError(self.name, detail, log_tail=words)
+        return ChildError(self.name, detail, log_tail=words, raised=raised)
 
     async def close(self) -> None:
         """End it: politely if it is idle, at once if it is busy. Idempotent.
@@ -332,8 +377,7 @@ class ChildProcess:
             os.close(self._lifeline)
             self._lifeline = None
         # Before the leader is reaped: until then its id cannot belong to anybody else.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process.pid)
         await process.wait()
         if idle:
             with trio.move_on_after(GOODBYE_S):
@@ -342,6 +386,12 @@ class ChildProcess:
             await self._idle.wait()  # the call under way sees the end of file and raises
         await stream.aclose()
         await process.stdout.aclose()
+
+
+def _kill_group(pid: int) -> None:
+    """Kill a child that leads its group, and all in it; it is not reaped yet."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class _LostError(Exception):

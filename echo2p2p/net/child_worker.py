@@ -8,6 +8,10 @@ use here: it fires when the *thread* that spawned the child ends, and trio spawn
 thread.) The watchdog needs the interpreter lock for an instant; C code that holds it for minutes
 delays the end by as much.
 
+A start may take minutes (imports, weights from a slow disk), and must not be taken for a hang. So a
+method may be marked to *beat*: while it runs, a thread says every few seconds that the process has
+worked or read from disk since the last beat. One that is stuck has no pulse.
+
 Messages are frames: four bytes of length, then MessagePack of one of the structs below. Both
 sides are one machine and one owner, so the limits of `echo2p2p.wire.codec` do not apply, but
 nothing is pickled either. This module imports neither trio nor torch: a child loads what it needs
@@ -16,6 +20,7 @@ after the watchdog is up.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -26,18 +31,29 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from time import perf_counter  # noqa: TID251 - see `Stopwatch`
-from typing import Any, Final
+from time import perf_counter, process_time, thread_time  # noqa: TID251 - a child has no trio
+from types import TracebackType
+from typing import Any, Final, Self
 
 import msgspec
+
+from echo2p2p.errors import ConfigError
 
 ENVIRONMENT_KEY: Final = "ECHO2P2P_CHILD_FDS"
 """Carries the two descriptors: message socket and lifeline."""
 
 HEADER: Final = struct.Struct("<I")
 
-FRAME_BYTES_MAX: Final = 1 << 30
-"""A batch of 512 rollouts of 32k tokens takes about 200 MB."""
+FRAME_BYTES_MAX: Final = (1 << 32) - 1
+"""A batch of 512 rollouts of 32k tokens takes about 200 MB; settings bound a batch to less."""
+
+BEAT_S: Final = 5.0
+BEAT_CPU_S: Final = 0.005
+"""Work between two beats that counts as life, beyond the beating itself."""
+
+OOM_SCORE: Final = 500
+"""Of a child, when the system must kill something: rather a child than the network process, which
+would take all children along."""
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
@@ -53,6 +69,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     body: msgspec.Raw
 
 
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """Child to parent, while a call that beats runs: the process works."""
+
+
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
     """Child to parent: the call's result."""
 
@@ -64,9 +84,13 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
     detail: str
     """One line: type and message. The traceback went to standard error."""
+    kind: str = ""
+    """Name of the exception's class."""
+    config_path: str | None = None
+    """Of a `ConfigError`, whose detail is then ``detail``: the user's own fault."""
 
 
-FromChild = Progress | Reply | Failure
+FromChild = Beat | Progress | Reply | Failure
 
 
 class FrameTooLongError(Exception):
@@ -85,6 +109,8 @@ class Method:
     """Type of the argument, for `msgspec`: a struct, a dataclass, ``list[int]``, ..."""
     run: Callable[[Any, Report], Any]
     """From the decoded argument to a result that msgspec encodes."""
+    beats: bool = False
+    """Whether the process shows its pulse meanwhile."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
@@ -109,6 +135,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._sending = threading.Lock()
 
     def receive(self) -> Call | None:
         """Return the next call, or ``None`` when the parent has closed its end."""
@@ -120,8 +147,10 @@ class Channel:
         return None if body is None else msgspec.msgpack.decode(body, type=Call)
 
     def send(self, message: FromChild) -> None:
-        """Send one message; blocks until the socket has taken all of it."""
-        self._socket.sendall(encode_frame(message))
+        """Send one message; blocks until the socket has taken all of it. Any thread may."""
+        frame = encode_frame(message)
+        with self._sending:
+            self._socket.sendall(frame)
 
     def _read(self, size: int) -> bytearray | None:
         data = bytearray(size)
@@ -148,6 +177,8 @@ def connect() -> Channel:
         os.set_inheritable(descriptor, False)
     faulthandler.enable()
     threading.Thread(target=_watch, args=(lifeline,), name="watchdog", daemon=True).start()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+        file.write(str(OOM_SCORE))
     return Channel(socket.socket(fileno=messages))
 
 
@@ -159,8 +190,10 @@ def _watch(lifeline: int) -> None:
     os._exit(1)
 
 
-def serve(channel: Channel, methods: Mapping[str, Method]) -> None:
+def serve(channel: Channel, methods: Mapping[str, Method], *, beat_s: float = BEAT_S) -> None:
     """Answer calls, one at a time, until the parent closes its end.
+
+    Methods that beat do so every ``beat_s`` seconds.
 
     An exception of a method is answered with `Failure` and the next call is awaited: only the
     parent knows whether the child is still of use.
@@ -170,7 +203,11 @@ def serve(channel: Channel, methods: Mapping[str, Method]) -> None:
         channel.send(Progress(body=encode_body(value)))
 
     while (call := channel.receive()) is not None:
-        channel.send(_answer(call, methods, report))
+        method = methods.get(call.method)
+        beats = method is not None and method.beats
+        with Pulse(channel, beat_s) if beats else contextlib.nullcontext():
+            answer = _answer(call, methods, report)
+        channel.send(answer)
 
 
 def _answer(call: Call, methods: Mapping[str, Method], report: Report) -> Reply | Failure:
@@ -178,10 +215,60 @@ def _answer(call: Call, methods: Mapping[str, Method], report: Report) -> Reply 
         method = methods[call.method]
         argument = msgspec.msgpack.decode(call.body, type=method.kind)
         return Reply(body=encode_body(method.run(argument, report)))
+    except ConfigError as error:
+        return Failure(error.detail, type(error).__name__, error.path)
     except Exception as error:  # noqa: BLE001 - the boundary of the process: the parent decides
         traceback.print_exc()
         sys.stderr.flush()
-        return Failure(detail=one_line(error))
+        return Failure(one_line(error), type(error).__name__)
+
+
+class Pulse:
+    """Sends a `Beat` every few seconds in which the process has done something; a context.
+
+    Something is CPU time of any thread but the pulse's own, or bytes from a disk. A process that
+    waits for ever, for a lock or for a device, does neither.
+    """
+
+    def __init__(self, channel: Channel, every_s: float) -> None:
+        self._channel = channel
+        self._every_s = every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        cpu_s, read_bytes = process_time() - thread_time(), disk_bytes()
+        while not self._over.wait(self._every_s):
+            now_s, now_bytes = process_time() - thread_time(), disk_bytes()
+            if now_s - cpu_s > BEAT_CPU_S or now_bytes != read_bytes:
+                cpu_s, read_bytes = now_s, now_bytes
+                try:
+                    self._channel.send(Beat())
+                except OSError:  # the parent is gone: the watchdog's business
+                    return
+
+
+def disk_bytes() -> int:
+    """Return how much this process has read from disks; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/io", encoding="ascii") as file:  # noqa: PTH123 - not a path of ours
+            words = file.read().split()
+        return int(words[words.index("read_bytes:") + 1])
+    except (OSError, ValueError):
+        return 0
 
 
 def one_line(error: BaseException) -> str:

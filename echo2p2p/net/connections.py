@@ -29,7 +29,8 @@ LINK_OPENED: Final = "link.opened"
 LINK_CLOSED: Final = "link.closed"
 LINK_REFUSED: Final = "link.refused"
 LINK_VIOLATED: Final = "link.violated"
-DIAL_FAILED: Final = "dial.failed"
+DIAL_RETRIED: Final = "dial.retried"
+"""It failed, and will be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class Connections:
                     )
                     lived_s = await self._serve(stream, peer_id)
                 except LinkError as error:
-                    self._journal.event(DIAL_FAILED, peer=peer_id, detail=str(error))
+                    self._journal.event(DIAL_RETRIED, peer=peer_id, detail=str(error))
                 await trio.sleep(backoff.wait_s(lived_s=lived_s))
 
     async def _serve(self, stream: trio.abc.Stream, expected: PeerId | None) -> float | None:

@@ -14,18 +14,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import trio
 
 from echo2p2p.broadcast.liveness import DEAD_SILENT_S, PING_IDLE_S, Dead, Liveness, SendPing
 from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
-from echo2p2p.limits import LINK_SEND_TIMEOUT_S
+from echo2p2p.limits import LINK_SEND_TIMEOUT_S, MIB
+from echo2p2p.net.shaping import Shaper
 from echo2p2p.net.stream import FrameStream
 from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.handshake import Authenticated, Handshake, Self
-from echo2p2p.wire.messages import Goodbye, Hello, Ping, Pong, Proof, RelayFrame
+from echo2p2p.wire.messages import Goodbye, Have, Hello, Offer, Ping, Pong, Proof, RelayFrame
+
+FRAME_BYTES: Final = 256
+"""Of a frame in memory, beside what it carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,11 @@ class LinkSettings:
     dead_silent_s: float = DEAD_SILENT_S
     goodbye_timeout_s: float = 1.0
     queue_frames_max: int = 4096
-    """Control frames that wait for a remote that does not read; one more ends the link."""
+    queue_bytes_max: int = 16 * MIB
+    """Control frames that wait for a remote that does not read, and their bytes; more end the
+    link."""
+    shaper: Shaper | None = None
+    """Whose bytes this link's are."""
 
 
 class LinkHandler(Protocol):
@@ -79,7 +87,8 @@ async def open_link(
         LinkError: The connection broke, or the handshake took too long.
     """
     settings = settings or LinkSettings()
-    frames = FrameStream(stream, send_timeout_s=settings.send_timeout_s)
+    shaper = settings.shaper
+    frames = FrameStream(stream, send_timeout_s=settings.send_timeout_s, shaper=shaper)
     opened = False
     try:
         with trio.fail_after(settings.handshake_timeout_s):
@@ -135,6 +144,7 @@ class Link:
         self._frames = frames
         self._settings = settings
         self._control: deque[RelayFrame] = deque()
+        self._control_bytes = 0
         self._chunks: deque[tuple[ManifestId, int]] = deque()
         self._wake = trio.Event()
         self._ended = trio.CancelScope()
@@ -148,7 +158,12 @@ class Link:
 
     def send_nowait(self, message: RelayFrame) -> None:
         """Queue a control frame. A full queue ends the link: the remote does not read."""
-        if len(self._control) >= self._settings.queue_frames_max:
+        settings = self._settings
+        self._control_bytes += _size_of(message)
+        if (
+            len(self._control) >= settings.queue_frames_max
+            or self._control_bytes > settings.queue_bytes_max
+        ):
             self.fail(LinkError(f"{len(self._control)} frames wait; the other side does not read"))
             return
         self._control.append(message)
@@ -226,6 +241,7 @@ class Link:
             if self._control:
                 messages = tuple(self._control)
                 self._control.clear()
+                self._control_bytes = 0
                 await self._frames.send(*messages)
             elif self._chunks:
                 manifest_id, index = self._chunks.popleft()
@@ -250,3 +266,14 @@ class Link:
                 case None:
                     pass
             await trio.sleep_until(self._liveness.next_deadline())
+
+
+def _size_of(message: RelayFrame) -> int:
+    """Return about how much memory a frame takes that waits."""
+    match message:
+        case Have(indices=indices):
+            return FRAME_BYTES + len(indices.data)
+        case Offer(manifest=signed):
+            return FRAME_BYTES + len(signed.body)
+        case _:
+            return FRAME_BYTES

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 from echo2p2p.errors import LocalProtocolError, StoreError
+from echo2p2p.net.disk_errors import disk_error
 
 
 class MappedState:
@@ -70,9 +71,8 @@ class FileMemory:
             self._folder.mkdir(parents=True, exist_ok=True)
             return MappedState(self._folder / name, size)
         except OSError as error:
-            raise StoreError(
-                f"no room for {size} bytes of weights in {self._folder}: {error}"
-            ) from error
+            doing = f"keep {size / 1e6:.1f} MB of weights in {self._folder}"
+            raise disk_error(doing, error) from error
 
 
 def _create(file: Path, size: int) -> mmap.mmap:

@@ -125,6 +125,9 @@ class Response:
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+Admit = Callable[[Request], "str | Response"]
+"""Whose bytes a body counts towards while it is in memory, or the refusal that needs no body."""
+
 
 @dataclass(frozen=True)
 class Route:
@@ -136,6 +139,9 @@ class Route:
     handler: Handler
     body_bytes_max: int
     """A longer body is refused with 413 before it is read."""
+    admit: Admit | None = None
+    """Asked with the head alone, before the body is read; ``None``: whoever asks. It runs in the
+    server's own thread, so it only looks things up, each by one atomic step."""
 
 
 class HttpServer(Protocol):
@@ -258,6 +264,17 @@ class Blobs(Protocol):
 
     async def get(self, name: str) -> bytes:
         """Return the whole content.
+
+        Raises:
+            StoreError: There is none, or the disk refused.
+        """
+        ...
+
+    async def map(self, name: str) -> memoryview:
+        """Return the whole content, read-only, without loading it.
+
+        It is memory that the system may take back at any time, as the disk has it too. It stays
+        readable after `delete`.
 
         Raises:
             StoreError: There is none, or the disk refused.

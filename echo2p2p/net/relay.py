@@ -22,17 +22,7 @@ from typing import Final
 
 import trio
 
-from echo2p2p.broadcast.effects import (
-    CloseLink,
-    Effect,
-    SendCancel,
-    SendChunk,
-    SendHave,
-    SendOffer,
-    SendReject,
-    SendRequest,
-    SendWant,
-)
+from echo2p2p.broadcast.effects import Effect, SendReject
 from echo2p2p.broadcast.settings import SwarmSettings
 from echo2p2p.broadcast.swarm import Swarm
 from echo2p2p.errors import (
@@ -43,11 +33,11 @@ from echo2p2p.errors import (
 )
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
 from echo2p2p.net.connections import Connections, ConnectionSettings, LinkStatistics
-from echo2p2p.net.link import Link
+from echo2p2p.net.perform import perform_effect
 from echo2p2p.net.ports import Endpoint, Entropy, Journal, Streams
 from echo2p2p.weights.assembly import Added, Assembly, Early
 from echo2p2p.weights.manifest import check_header
-from echo2p2p.wire.arrays import from_tokens, to_tokens
+from echo2p2p.wire.arrays import to_tokens
 from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.handshake import Self
 from echo2p2p.wire.messages import (
@@ -164,6 +154,8 @@ class RelayNode:
         self._timer_s = math.inf
         self._sent_bytes = self._sent_delta_bytes = self._received_bytes = 0
         self._bad_chunks: Counter[str] = Counter()
+        self.relaying = True
+        """Whether peers get chunks of us; otherwise we only take what we need."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -274,6 +266,10 @@ class RelayNode:
     def holds(self) -> list[ManifestId]:
         """Return the complete payloads, in the order in which they were added."""
         return [key for key, payload in self._payloads.items() if payload.assembly.complete]
+
+    def headers(self) -> dict[ManifestId, ManifestHeader]:
+        """Return what is held or followed."""
+        return {key: payload.header for key, payload in self._payloads.items()}
 
     def assembly(self, manifest_id: ManifestId) -> Assembly | None:
         """Return a payload that is held or followed."""
@@ -402,6 +398,8 @@ class RelayNode:
             case Have(manifest_id=key, indices=indices):
                 held = to_tokens(indices).tolist()
                 self._perform(swarm.receive_have(peer_id, ManifestId(key), held, now))
+            case Request(manifest_id=key, index=index) if not self.relaying:
+                self._perform([SendReject(peer_id, ManifestId(key), index, "busy")])
             case Request(manifest_id=key, index=index):
                 self._perform(swarm.receive_request(peer_id, ManifestId(key), index, now))
             case Reject(manifest_id=key, index=index, reason=reason):
@@ -423,7 +421,9 @@ class RelayNode:
                 self._journal.event(MANIFEST_REFUSED, peer=peer_id, detail=str(error))
                 return
         self._swarm.receive_offer(peer_id, manifest_id)
-        if manifest_id not in self._payloads and self._wants(header):
+        if manifest_id in self._payloads or self._self.peer_id == SOURCE:
+            return  # the source knows what it has published, whatever a peer kept from long ago
+        if self._wants(header):
             self.follow(signed, push=header.base_version is not None)
 
     def receive_chunk(self, peer_id: PeerId, chunk: ChunkPayload) -> None:
@@ -446,8 +446,8 @@ class RelayNode:
             raise RemoteProtocolError(Violation.MALFORMED, error.detail) from error
 
     def read_chunk(self, manifest_id: ManifestId, index: int) -> memoryview | None:
-        """Return a verified chunk, if its payload is still there."""
-        payload = self._payloads.get(manifest_id)
+        """Return a verified chunk, if its payload is still there and we relay."""
+        payload = self._payloads.get(manifest_id) if self.relaying else None
         return payload.assembly.chunk(index) if payload else None
 
     def sent_chunk(
@@ -468,28 +468,9 @@ class RelayNode:
         for effect in effects:
             link = self._connections.link(effect.link)
             if link is not None:
-                self._perform_one(link, effect)
+                perform_effect(link, effect, lambda key: self._payloads[key].signed)
         if self._swarm.next_deadline() < self._timer_s:
             self._timer.set()
-
-    def _perform_one(self, link: Link, effect: Effect) -> None:
-        match effect:
-            case SendChunk(manifest_id=key, index=index):
-                link.send_chunk_nowait(key, index)
-            case SendHave(manifest_id=key, indices=indices):
-                link.send_nowait(Have(manifest_id=key, indices=from_tokens(list(indices))))
-            case SendRequest(manifest_id=key, index=index):
-                link.send_nowait(Request(manifest_id=key, index=index))
-            case SendCancel(manifest_id=key, index=index):
-                link.send_nowait(Cancel(manifest_id=key, index=index))
-            case SendReject(manifest_id=key, index=index, reason=reason):
-                link.send_nowait(Reject(manifest_id=key, index=index, reason=reason))
-            case SendOffer(manifest_id=key):
-                link.send_nowait(Offer(manifest=self._payloads[key].signed))
-            case SendWant(manifest_id=key):
-                link.send_nowait(Want(manifest_id=key))
-            case CloseLink(detail=detail):
-                link.close(detail)
 
     async def _keep_time(self) -> None:
         """Call the core when it wants to be called."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from echo2p2p.net.ports import Response, Route
+from echo2p2p.net.ports import Request, Response, Route
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import Refusal
 
@@ -22,6 +22,8 @@ REASON_NO_SUCH_PATH: Final = "no_such_path"
 REASON_WRONG_METHOD: Final = "wrong_method"
 REASON_BODY_TOO_LONG: Final = "body_too_long"
 REASON_BODY_TOO_SLOW: Final = "body_too_slow"
+REASON_ENCODED: Final = "encoded_body"
+REASON_TOO_MUCH: Final = "too_much_at_once"
 REASON_BUSY: Final = "busy"
 REASON_CLOSING: Final = "closing"
 REASON_BUG: Final = "internal_error"
@@ -53,6 +55,25 @@ def body_too_long(route: Route) -> Response:
         REASON_BODY_TOO_LONG,
         f"{route.path} takes at most {route.body_bytes_max} bytes: send less at a time",
     )
+
+
+def too_much_at_once() -> Response:
+    """Return the 429 of whoever has too many bytes of bodies under way already."""
+    detail = "too many bytes of yours are under way: send one body after the other"
+    return refusal(429, REASON_TOO_MUCH, detail, retry_after_s=1.0)
+
+
+def look_at_head(route: Route, head: Request) -> str | Response:
+    """Decide from a request's head whether its body is read at all.
+
+    Returns:
+        Whose bytes it counts towards (empty: nobody's in particular), or the refusal.
+    """
+    encoding = head.headers.get("content-encoding", "").strip().lower()
+    if encoding not in {"", "identity"}:
+        detail = f"bodies are not inflated: send it without Content-Encoding {encoding[:20]!r}"
+        return refusal(415, REASON_ENCODED, detail)
+    return "" if route.admit is None else route.admit(head)
 
 
 def handler_failed() -> Response:

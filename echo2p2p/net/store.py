@@ -30,7 +30,7 @@ import outcome
 import trio
 
 from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
-from echo2p2p.net.blobs import disk_error
+from echo2p2p.net.disk_errors import disk_error
 from echo2p2p.net.ports import Rows
 
 T = TypeVar("T")
@@ -38,6 +38,8 @@ T = TypeVar("T")
 BATCH_MAX: Final = 64
 """Transactions that share one commit; bounds how long the first of them waits."""
 
+WAL_BYTES_MAX: Final = 64 << 20
+"""To which the log file is cut after it was copied into the database."""
 BUSY_TIMEOUT_S: Final = 5.0
 """How long to wait for a person who looks into the database with another program."""
 
@@ -47,17 +49,33 @@ _MENDS: Final = {
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened: check the folder and its rights",
     sqlite3.SQLITE_BUSY: "another program holds it: close that program",
     sqlite3.SQLITE_LOCKED: "another program holds it: close that program",
-    sqlite3.SQLITE_IOERR: "the disk failed: look at the system's log",
-    sqlite3.SQLITE_CORRUPT: "the file is damaged: put a copy in its place",
-    sqlite3.SQLITE_NOTADB: "the file is not a database: move it away",
+    sqlite3.SQLITE_IOERR: "the disk failed: free some space, look at the system's log",
+    sqlite3.SQLITE_CORRUPT: "it is damaged: put a copy of the whole folder in its place",
+    sqlite3.SQLITE_NOTADB: "it is not a database, or damaged: put a copy of it in its place",
 }
 
 
-def as_store_error(error: sqlite3.Error) -> StoreError | None:
+def as_store_error(error: sqlite3.Error, path: Path | None = None) -> StoreError | None:
     """Return the disk's fault as one line, or ``None`` if ``error`` is a fault of the SQL."""
     code = getattr(error, "sqlite_errorcode", None)
     mend = None if code is None else _MENDS.get(code & 0xFF)
-    return None if mend is None else StoreError(f"the database refused: {mend}")
+    where = "the database" if path is None else f"the database {path}"
+    return None if mend is None else StoreError(f"{where} refused: {mend}")
+
+
+def check_pages(connection: sqlite3.Connection, path: Path) -> None:
+    """Look whether every page is where the others say; takes about a second a gigabyte.
+
+    A damaged page would otherwise be met in the middle of a run, or not at all.
+
+    Raises:
+        StoreError: One is damaged.
+    """
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        detail = " ".join(str(found).replace("***", "").split())[:100]
+        mend = "put a copy of the whole folder in its place, or begin a new run in another"
+        raise StoreError(f"the database {path} is damaged ({detail}): {mend}")
 
 
 def apply_migrations(connection: sqlite3.Connection, migrations: Sequence[str]) -> None:
@@ -188,10 +206,11 @@ class SqliteStore:
         """The writer thread."""
         try:
             connection = self._connect()
-        except (sqlite3.Error, ConfigError) as error:
+        except (sqlite3.Error, ConfigError, StoreError) as error:
             self._failure = error
             if isinstance(error, sqlite3.Error):
-                self._failure = as_store_error(error) or StoreError(f"cannot open it: {error}")
+                known = as_store_error(error, self._path)
+                self._failure = known or StoreError(f"cannot open {self._path}: {error}")
                 self._failure.__cause__ = error
             self._tell(self._ready.set)
             return
@@ -219,6 +238,8 @@ class SqliteStore:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("PRAGMA foreign_keys=ON")
+            connection.execute(f"PRAGMA journal_size_limit={WAL_BYTES_MAX}")
+            check_pages(connection, self._path)
             apply_migrations(connection, self._migrations)
         except BaseException:
             connection.close()
@@ -247,7 +268,9 @@ class SqliteStore:
             with suppress(sqlite3.Error):
                 connection.rollback()
             if isinstance(error, sqlite3.Error):
-                known = as_store_error(error) or StoreError(f"the database refused: {error}")
+                known = as_store_error(error, self._path) or StoreError(
+                    f"the database {self._path} refused: {error}"
+                )
                 known.__cause__ = error
             else:
                 known = error

@@ -10,12 +10,13 @@ import trio
 from echo2p2p.errors import LinkError
 from echo2p2p.ids import ManifestId
 from echo2p2p.limits import LINK_SEND_TIMEOUT_S
+from echo2p2p.net.shaping import SLICE_BYTES_MAX, Shaper
 from echo2p2p.wire.frames import Event, FrameDecoder, encode_frame
 from echo2p2p.wire.messages import Chunk, RelayFrame
 
 READ_BYTES: Final = 256 * 1024
-SLICE_BYTES: Final = 128 * 1024
-"""A long chunk is written in such parts, each of which shows that the link is alive."""
+SLICE_BYTES: Final = SLICE_BYTES_MAX
+"""A long chunk is written in such parts, shorter ones where the uplink is limited."""
 
 
 class FrameStream:
@@ -24,14 +25,22 @@ class FrameStream:
     Args:
         stream: Owned from here on: closing this closes it.
         send_timeout_s: Bytes that the remote does not take within this time mean a dead link.
+        shaper: Whose limits hold; waiting for them is not part of ``send_timeout_s``.
     """
 
     def __init__(
-        self, stream: trio.abc.Stream, *, send_timeout_s: float = LINK_SEND_TIMEOUT_S
+        self,
+        stream: trio.abc.Stream,
+        *,
+        send_timeout_s: float = LINK_SEND_TIMEOUT_S,
+        shaper: Shaper | None = None,
     ) -> None:
         self._stream = stream
         self._decoder = FrameDecoder()
         self._send_timeout_s = send_timeout_s
+        self._shaper = shaper
+        self._slice_bytes = SLICE_BYTES if shaper is None else shaper.write_bytes_max
+        self._read_bytes = READ_BYTES if shaper is None else shaper.read_bytes_max
         self.heard_s = self.sent_s = trio.current_time()
         """When bytes last came in, and went out."""
 
@@ -49,10 +58,15 @@ class FrameStream:
     async def send(self, *messages: RelayFrame) -> None:
         """Write messages, none of them a `Chunk`. A cancelled send leaves the stream unusable.
 
+        They do not wait for the shaper: a link whose control frames are late is a dead link.
+
         Raises:
             LinkError: The remote is gone, or did not take them in time.
         """
-        await self._write(b"".join(map(encode_frame, messages)))
+        data = b"".join(map(encode_frame, messages))
+        if self._shaper is not None:
+            self._shaper.charge_sent(len(data))
+        await self._write(data)
 
     async def send_chunk(self, manifest_id: ManifestId, index: int, data: memoryview) -> None:
         """Write one chunk with its frame, without copying most of it. Not cancel-safe, as `send`.
@@ -60,10 +74,14 @@ class FrameStream:
         Raises:
             LinkError: The remote is gone, or did not take a part of it in time.
         """
-        head = Chunk(manifest_id=manifest_id, index=index, payload_bytes=len(data))
-        await self._write(b"".join((encode_frame(head), data[:SLICE_BYTES])))
-        for start in range(SLICE_BYTES, len(data), SLICE_BYTES):
-            await self._write(data[start : start + SLICE_BYTES])
+        frame = Chunk(manifest_id=manifest_id, index=index, payload_bytes=len(data))
+        head = encode_frame(frame)
+        for start in range(0, len(data), self._slice_bytes):
+            part = data[start : start + self._slice_bytes]
+            if self._shaper is not None:
+                await self._shaper.before_sending(len(head) + len(part))
+            await self._write(b"".join((head, part)) if head else part)
+            head = b""
 
     async def receive(self) -> Event | None:
         """Wait for the next event; ``None`` once the remote closed cleanly. Cancel-safe.
@@ -76,11 +94,13 @@ class FrameStream:
         """
         while (event := self._decoder.next_event()) is None and not self._decoder.ended:
             try:
-                data = await self._stream.receive_some(READ_BYTES)
+                data = await self._stream.receive_some(self._read_bytes)
             except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
                 raise LinkError("the connection broke while receiving") from error
             self.heard_s = trio.current_time()
             self._decoder.receive_data(data)
+            if self._shaper is not None:
+                await self._shaper.after_receiving(len(data))
         return event
 
     async def _write(self, data: bytes | memoryview) -> None:

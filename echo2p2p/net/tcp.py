@@ -23,7 +23,15 @@ _MENDS: Final = {
 
 
 class TcpStreams:
-    """`Streams` over TCP."""
+    """`Streams` over TCP.
+
+    Args:
+        receive_buffer_bytes: What the kernel takes in for a stream before it is read, about; by
+            default it decides by itself. Small buffers let a slow reader slow the sender down.
+    """
+
+    def __init__(self, *, receive_buffer_bytes: int | None = None) -> None:
+        self._receive_buffer_bytes = receive_buffer_bytes
 
     async def dial(self, endpoint: Endpoint, *, timeout_s: float) -> trio.abc.Stream:
         """Connect; of several addresses the first that answers is taken.
@@ -34,7 +42,9 @@ class TcpStreams:
         where = _show(endpoint)
         try:
             with trio.fail_after(timeout_s):
-                return await trio.open_tcp_stream(endpoint.host, endpoint.port)
+                stream = await trio.open_tcp_stream(endpoint.host, endpoint.port)
+                self._limit(stream.socket)
+                return stream
         except trio.TooSlowError as error:
             raise LinkError(f"connecting to {where}: no answer in {timeout_s:g} s") from error
         except (OSError, ValueError) as error:
@@ -52,6 +62,8 @@ class TcpStreams:
             ConfigError: The address cannot be bound.
         """
         listeners = await _bind(endpoint)
+        for listener in listeners:
+            self._limit(listener.socket)  # accepted streams inherit it
 
         async def serve(stream: trio.SocketStream) -> None:
             async with stream:
@@ -64,6 +76,11 @@ class TcpStreams:
             nursery.start_soon(trio.serve_listeners, serve, listeners)
             yield Endpoint(endpoint.host, listeners[0].socket.getsockname()[1])
             nursery.cancel_scope.cancel()
+
+    def _limit(self, socket: trio.socket.SocketType) -> None:
+        if self._receive_buffer_bytes is not None:
+            size = self._receive_buffer_bytes
+            socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, size)
 
 
 async def _bind(endpoint: Endpoint) -> list[trio.SocketListener]:

@@ -35,9 +35,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError, StoreError, Violation
+from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError, Violation
 from echo2p2p.ids import Incarnation, PeerId, peer_id_of
 from echo2p2p.net import certificates
+from echo2p2p.net.disk_errors import guard_disk
 from echo2p2p.net.ports import Entropy, WallClock
 from echo2p2p.wire import signing
 from echo2p2p.wire.messages import CaReply, JoinRequest
@@ -381,19 +382,23 @@ class PeerIdentity:
         return cls(seed)
 
     def save(self, path: Path) -> None:
-        """Write a file that only its owner can read; never over another.
+        """Write a file that only its owner can read, whole or not at all; never over another.
 
         Raises:
             StoreError: It exists, or the disk refused.
         """
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self.seed)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise StoreError(f"cannot write {path}: {error.strerror}") from error
+        fresh = path.with_name(path.name + ".new")
+        with guard_disk(f"write {path}"):
+            try:
+                fresh.unlink(missing_ok=True)
+                descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(self.seed)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(fresh, path)
+            finally:
+                fresh.unlink(missing_ok=True)
 
     def sign(self, message: bytes) -> bytes:
         """Return 64 bytes; ``message`` must start with a domain of its own."""

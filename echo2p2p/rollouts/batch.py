@@ -60,33 +60,28 @@ class GroupQueue:
 
     def __init__(self, *, staleness_budget: int) -> None:
         self._staleness_budget = staleness_budget
-        self._waiting: list[tuple[Step, int, ScoredGroup]] = []
-        self._arrivals = 0
+        self._waiting: list[tuple[Step, ScoredGroup]] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, scored: ScoredGroup) -> None:
         """Add one group; it is taken in its turn."""
-        self._arrivals += 1
-        bisect.insort(
-            self._waiting,
-            (scored.group.oldest_step, self._arrivals, scored),
-            key=lambda entry: entry[:2],
-        )
+        # Equal steps stay in the order of their arrival: insort inserts to the right.
+        bisect.insort(self._waiting, (scored.group.oldest_step, scored), key=lambda entry: entry[0])
 
     def drop_stale(self, learner_step: Step) -> list[Dropped]:
         """Remove what is older than S at ``learner_step``; call before `take`."""
         limit = learner_step - self._staleness_budget
         count = bisect.bisect_left(self._waiting, limit, key=lambda entry: entry[0])
         gone, self._waiting = self._waiting[:count], self._waiting[count:]
-        return [Dropped(scored.group, Reason.STALE) for _, _, scored in gone]
+        return [Dropped(scored.group, Reason.STALE) for _, scored in gone]
 
     def drop_lost(self, surviving_step: Step) -> list[Dropped]:
         """Remove what was sampled from steps after ``surviving_step``: they no longer exist."""
-        gone = [e for e in self._waiting if e[2].group.newest_step > surviving_step]
-        self._waiting = [e for e in self._waiting if e[2].group.newest_step <= surviving_step]
-        return [Dropped(scored.group, Reason.DEAD_GENERATION) for _, _, scored in gone]
+        gone = [s.group for _, s in self._waiting if s.group.newest_step > surviving_step]
+        self._waiting = [e for e in self._waiting if e[1].group.newest_step <= surviving_step]
+        return [Dropped(group, Reason.DEAD_GENERATION) for group in gone]
 
     def take(self, learner_step: Step, groups: int) -> list[ScoredGroup] | None:
         """Return the ``groups`` oldest, or ``None`` while there are fewer.
@@ -96,6 +91,6 @@ class GroupQueue:
         if len(self._waiting) < groups:
             return None
         taken, self._waiting = self._waiting[:groups], self._waiting[groups:]
-        for step, _, _ in taken:
+        for step, _ in taken:
             assert age(learner_step=learner_step, oldest_step=step) <= self._staleness_budget
-        return [scored for _, _, scored in taken]
+        return [scored for _, scored in taken]

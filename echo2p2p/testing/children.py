@@ -10,13 +10,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import trio
 
+from echo2p2p.errors import ConfigError
 from echo2p2p.net import child_worker
 from echo2p2p.net.child import ChildProcess
-from echo2p2p.net.child_worker import Method, Report
+from echo2p2p.net.child_worker import Method, Report, Stopwatch
 
 MODULE = "echo2p2p.testing.children"
 
@@ -65,6 +67,37 @@ def _hang(_: None, __: Report) -> None:
     signal.pause()
 
 
+def _eat(_: None, __: Report) -> None:
+    """Take memory for ever, 8 MiB at a time."""
+    eaten = []
+    while True:
+        eaten.append(b"\x01" * (8 << 20))
+        print(f"ate {8 * len(eaten)} MiB", flush=True)  # noqa: T201 - what the parent must find
+        Event().wait(0.01)
+
+
+def _fork_and_eat(_: None, report: Report) -> None:
+    """As `_eat`, but a child of our own does it."""
+    if os.fork() == 0:
+        _eat(None, report)
+    signal.pause()
+
+
+def _misconfigured(path: str, _: Report) -> None:
+    raise ConfigError(path, "of no use")
+
+
+def _wait_beating(seconds: float, _: Report) -> None:
+    Event().wait(seconds)
+
+
+def _work_beating(seconds: float, _: Report) -> float:
+    watch = Stopwatch()
+    while watch.seconds() < seconds:
+        pass
+    return seconds
+
+
 def _count(limit: int, report: Report) -> int:
     for number in range(limit):
         report(number)
@@ -92,6 +125,11 @@ METHODS: dict[str, Method] = {
     "burn": Method(type(None), _burn),
     "fork_and_burn": Method(type(None), _fork_and_burn),
     "hang": Method(type(None), _hang),
+    "eat": Method(type(None), _eat),
+    "fork_and_eat": Method(type(None), _fork_and_eat),
+    "misconfigured": Method(str, _misconfigured),
+    "wait_beating": Method(float, _wait_beating, beats=True),
+    "work_beating": Method(float, _work_beating, beats=True),
     "count": Method(int, _count),
     "write": Method(int, _write),
     "environment": Method(str, _environment),
@@ -117,7 +155,7 @@ def main() -> None:
     if sys.argv[1:2] == ["parent"]:
         trio.run(_own, sys.argv[2])
     else:
-        child_worker.serve(child_worker.connect(), METHODS)
+        child_worker.serve(child_worker.connect(), METHODS, beat_s=0.1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ whatever was not yet forced to disk is gone, whoever still waits for it learns n
 from __future__ import annotations
 
 import sqlite3
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -28,12 +29,16 @@ class SimDisk:
     Attributes:
         sync_s: Virtual time of one fsync.
         full: While true, every write is refused.
+        full_from: From this write on, counted from 1 over the disk's whole life, it is full.
+        writes: Writes so far; every transaction counts, whether it changes rows or not.
         commits: Transactions committed, counting those that shared one fsync as one.
     """
 
     def __init__(self, *, sync_s: float = 0.004) -> None:
         self.sync_s = sync_s
         self.full = False
+        self.full_from: int | None = None
+        self.writes = 0
         self.commits = 0
         self._stores: dict[str, _SimDatabase] = {}
         self._blobs: dict[str, bytes] = {}
@@ -43,6 +48,13 @@ class SimDisk:
     def power_cuts(self) -> int:
         """How often `crash` was called; handles opened before the last one are dead."""
         return self._power_cuts
+
+    def refuses(self) -> bool:
+        """Count a write; return whether there is no room for it."""
+        self.writes += 1
+        if self.full_from is not None and self.writes >= self.full_from:
+            self.full = True
+        return self.full
 
     def crash(self) -> None:
         """Lose everything that was not yet forced to disk, at this very moment."""
@@ -90,7 +102,8 @@ class _SimDatabase:
 
     def __init__(self, disk: SimDisk) -> None:
         self.disk = disk
-        self.connection = sqlite3.connect(":memory:", isolation_level=None)
+        self.connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        weakref.finalize(self, self.connection.close)  # Python 3.13 complains if nobody does
         self.connection.execute("PRAGMA foreign_keys=ON")
         self.group: _Group | None = None
         self.open = False
@@ -153,7 +166,7 @@ class SimStore:
             raise StoreError("the machine lost power")
         if self._closed:
             raise LocalProtocolError("the store is closed")
-        if database.disk.full:
+        if database.disk.refuses():
             raise StoreError("the database refused: the disk is full: free some space")
         leads = database.group is None
         if leads:
@@ -196,7 +209,7 @@ class SimBlobs:
         checked_name(name)
         copy = bytes(data)
         await self._sync()
-        if self._disk.full:
+        if self._disk.refuses():
             raise StoreError(f"cannot write {name}: the disk is full: free some space")
         self._content[name] = copy
 
@@ -212,6 +225,14 @@ class SimBlobs:
         if name not in self._content:
             raise StoreError(f"there is no blob {name}")
         return self._content[name]
+
+    async def map(self, name: str) -> memoryview:
+        """Return the whole content, read-only.
+
+        Raises:
+            StoreError: There is none.
+        """
+        return memoryview(await self.get(name))
 
     async def names(self) -> list[str]:
         """Return all names, sorted."""

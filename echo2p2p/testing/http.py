@@ -249,10 +249,13 @@ class SimHttpClient:
             await self._pass(0)
             raise HttpError(f"{self._url}: refused: nothing listens there")
         found = listener.router.find(request.method, request.path)
-        if isinstance(found, routing.Match) and len(request.body) > found.route.body_bytes_max:
-            found = routing.body_too_long(found.route)
         if isinstance(found, Response):
             return await self._back(found)
+        who = routing.look_at_head(found.route, replace(request, body=b""))
+        if isinstance(who, Response):
+            return await self._back(who)
+        if len(request.body) > found.route.body_bytes_max:
+            return await self._back(routing.body_too_long(found.route))
         await trio.sleep(len(request.body) / network.bytes_per_s)
         if network.listener(self._endpoint) is not listener:
             raise HttpError(f"{self._url}: closed the connection before it had answered")

@@ -157,13 +157,14 @@ class RelayNet:
         incarnation: int = 1,
         wants: Callable[[ManifestHeader], bool] = lambda _header: True,
         streams: Streams | None = None,
+        kind: type[RelayNode] = RelayNode,
     ) -> Member:
-        """Start one member; links come with `link_up`."""
+        """Start one member; links come with `link_up`. ``kind`` may misbehave."""
         peer_id, key = self.keys.identity(name)
         is_source = name == "source"
         journal = TraceJournal()
         entropy = self._entropy.fork(f"{name} {incarnation}")
-        node = RelayNode(
+        node = kind(
             me=SOURCE if is_source else peer_id,
             run_id=RUN_ID,
             run_public_key=self.keys.run_public_key,

@@ -1,7 +1,9 @@
 """The one place where MessagePack is read or written.
 
-`msgpack` parses, with every limit set; `msgspec` turns the result into a frozen struct or refuses
-it. Nothing that came in is used untyped, and nothing is ever pickled or evaluated.
+`msgspec` looks first whether the bytes are of the wanted kind at all: a megabyte of empty lists
+would become a hundred of Python objects in a parser that takes anything, and so it is refused at
+the first of them. Then `msgpack` parses, with every limit set, and `msgspec` turns the result into
+a frozen struct. Nothing that came in is used untyped, and nothing is ever pickled or evaluated.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[T]) -> T:
             The sender is at fault; answer with the violation and do not retry.
     """
     try:
+        msgspec.msgpack.decode(data, type=kind, strict=True)
         plain = msgpack.unpackb(
             data,
             raw=False,

@@ -7,11 +7,14 @@ are made one at a time, except `close`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedState
 from echo2p2p.wire.messages import LayoutTable, Lease, Sample
+
+GENERATE_TIMEOUT_S: Final = 1800.0
+"""For whoever knows no better."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Generated:
     """Version labels are what the engine itself reports, at start and at end."""
     seconds: float
     """This lease's share of the engine's time."""
+    refused: str = ""
+    """Why this engine cannot answer this lease, in one line; there are no samples then."""
 
 
 class Engine(Protocol):
@@ -63,6 +68,7 @@ class Engine(Protocol):
 
         Raises:
             EngineError: It did not come up; the message ends with the child's last words.
+            ConfigError: It cannot come up with these settings, however often it is tried.
         """
         ...
 
@@ -85,11 +91,16 @@ class Engine(Protocol):
         """
         ...
 
-    async def generate(self, leases: list[Lease]) -> list[Generated]:
+    async def generate(
+        self, leases: list[Lease], *, timeout_s: float = GENERATE_TIMEOUT_S
+    ) -> list[Generated]:
         """Answer all leases as one batch, in their order.
 
+        A lease that this model cannot answer (a prompt longer than its context, tokens that it
+        does not have) is refused by itself; the others are answered.
+
         Raises:
-            EngineError: The engine is gone or hung; the leases are lost.
+            EngineError: The engine is gone or took longer than ``timeout_s``; the leases are lost.
         """
         ...
 

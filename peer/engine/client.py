@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from echo2p2p.errors import LocalProtocolError
@@ -9,7 +10,13 @@ from echo2p2p.ids import Digest, Version
 from echo2p2p.net.child import ChildProcess
 from echo2p2p.net.ports import SharedState
 from echo2p2p.wire.messages import Lease
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.base import (
+    GENERATE_TIMEOUT_S,
+    EngineInfo,
+    EngineSetup,
+    Generated,
+    LoadReport,
+)
 from peer.engine.calls import LoadCall, PhaseReply
 
 
@@ -17,11 +24,12 @@ class HfEngineProcess:
     """See `peer.engine.base.Engine`.
 
     Args:
-        start_silence_s: `start` has no deadline, but must give a sign of life this often: one
-            comes before and one after the imports.
+        start_silence_s: `start` has no deadline, but the process must work or read without a
+            pause of this length.
         load_timeout_s: For one load.
         prove_timeout_s: For one proof.
-        generate_timeout_s: For one batch of leases.
+        memory_max_bytes: See `ChildProcess`.
+        command: Module and arguments of the child.
         log_file: What the engine prints is appended here.
     """
 
@@ -31,16 +39,20 @@ class HfEngineProcess:
         start_silence_s: float = 600.0,
         load_timeout_s: float = 300.0,
         prove_timeout_s: float = 300.0,
-        generate_timeout_s: float = 1800.0,
+        memory_max_bytes: int | None = None,
+        command: Sequence[str] = ("peer.engine.worker", "--kind", "hf"),
         log_file: Path | None = None,
     ) -> None:
         self.child = ChildProcess(
-            "engine", "peer.engine.worker", ("--kind", "hf"), log_file=log_file
+            "engine",
+            command[0],
+            command[1:],
+            log_file=log_file,
+            memory_max_bytes=memory_max_bytes,
         )
         self._start_silence_s = start_silence_s
         self._load_timeout_s = load_timeout_s
         self._prove_timeout_s = prove_timeout_s
-        self._generate_timeout_s = generate_timeout_s
 
     async def start(self, setup: EngineSetup) -> EngineInfo:
         """Spawn and build; see the port."""
@@ -67,11 +79,11 @@ class HfEngineProcess:
         digest = await self.child.call("prove", None, bytes, timeout_s=self._prove_timeout_s)
         return Digest(digest)
 
-    async def generate(self, leases: list[Lease]) -> list[Generated]:
+    async def generate(
+        self, leases: list[Lease], *, timeout_s: float = GENERATE_TIMEOUT_S
+    ) -> list[Generated]:
         """Answer leases; see the port."""
-        return await self.child.call(
-            "generate", leases, list[Generated], timeout_s=self._generate_timeout_s
-        )
+        return await self.child.call("generate", leases, list[Generated], timeout_s=timeout_s)
 
     async def close(self) -> None:
         """End it; see the port."""

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from echo2p2p.errors import EngineError
+from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.child_worker import Stopwatch, resident_bytes
 from echo2p2p.net.memory import map_state
@@ -70,7 +70,6 @@ class _Row:
     place: int
     """Of its lease in the call."""
     seed: int
-    tokens_max: int = 0
     open: bool = True
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -79,7 +78,7 @@ class _Row:
         """Add a token, which may be the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.open = token not in self.lease.stop_ids and len(self.tokens) < self.tokens_max
+        self.open = token not in self.lease.stop_ids and len(self.tokens) < self.lease.tokens_max
 
 
 class HfEngine:
@@ -89,13 +88,14 @@ class HfEngine:
         setup: As in the port.
 
     Raises:
+        ConfigError: No such dtype.
         EngineError: The configuration makes no causal language model, or the layout is not its.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
         torch.set_num_threads(setup.threads)
         if setup.dtype not in DTYPES:
-            raise EngineError(f"dtype {setup.dtype!r} is none of {', '.join(DTYPES)}")
+            raise ConfigError("engine.dtype", f"{setup.dtype!r} is none of {', '.join(DTYPES)}")
         self._setup = setup
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = _build(setup.model_config, DTYPES[setup.dtype]).to(self._device).eval()
@@ -177,26 +177,27 @@ class HfEngine:
 
     @torch.inference_mode()
     def generate(self, leases: Sequence[Lease]) -> list[Generated]:
-        """Answer all leases as one batch, in their order.
+        """Answer all leases as one batch, in their order; see the port.
 
         Raises:
-            EngineError: No weights, or a lease that this model cannot answer (named); nothing was
-                generated then.
+            EngineError: There are no weights.
         """
         watch = Stopwatch()
         version = self._label()
-        prompts = [self._checked(lease) for lease in leases]
+        prompts = [to_tokens(lease.prompt) for lease in leases]
+        refusals = [self._refusal(*pair) for pair in zip(leases, prompts, strict=True)]
+        good = [place for place, refusal in enumerate(refusals) if not refusal]
         rows = [
-            _Row(lease, place, seed, min(lease.tokens_max, self._positions - prompt.size))
-            for place, (lease, prompt) in enumerate(zip(leases, prompts, strict=True))
-            if lease.forced is None
-            for seed in lease.seeds
+            _Row(leases[place], place, seed)
+            for place in good
+            if leases[place].forced is None
+            for seed in leases[place].seeds
         ]
         for start in range(0, len(rows), ROWS_MAX):
             self._sample(rows[start : start + ROWS_MAX], prompts)
-        for place, lease in enumerate(leases):
-            if lease.forced is not None:
-                rows += self._score(lease, place, prompts[place])
+        for place in good:
+            if leases[place].forced is not None:
+                rows += self._score(leases[place], place, prompts[place])
         assert self._label() == version
         total = max(1, sum(len(row.tokens) for row in rows))
         seconds = watch.seconds()
@@ -208,26 +209,27 @@ class HfEngine:
                 lease_id=lease.lease_id,
                 samples=tuple(_to_sample(row, version) for row in answer),
                 seconds=seconds * sum(len(row.tokens) for row in answer) / total,
+                refused=refusal,
             )
-            for lease, answer in zip(leases, answers, strict=True)
+            for lease, answer, refusal in zip(leases, answers, refusals, strict=True)
         ]
 
-    def _checked(self, lease: Lease) -> NDArray[np.uint32]:
-        """Return the lease's prompt, or refuse it before any work is done."""
-        prompt = to_tokens(lease.prompt)
+    def _refusal(self, lease: Lease, prompt: NDArray[np.uint32]) -> str:
+        """Return why the lease cannot be answered, empty if it can, before any work is done."""
         forced = None if lease.forced is None else to_tokens(lease.forced)
-        answer = 1 if forced is None else int(forced.size)
-        if lease.samples != len(lease.seeds) or lease.tokens_max < 1 or answer < 1:
-            problem = "asks for nothing"
-        elif lease.sampling.temperature <= 0 or lease.sampling.top_p <= 0:
-            problem = f"has temperature {lease.sampling.temperature}, top-p {lease.sampling.top_p}"
-        elif prompt.size == 0 or prompt.size + answer > self._positions:
-            problem = f"has a prompt of {prompt.size} tokens; the model takes {self._positions}"
-        elif max(prompt.max(), 0 if forced is None else forced.max()) >= self._vocabulary:
-            problem = f"has tokens beyond the vocabulary of {self._vocabulary}"
-        else:
-            return prompt
-        raise EngineError(f"lease {lease.lease_id} {problem}")
+        answer = lease.tokens_max if forced is None else int(forced.size)
+        if lease.samples != len(lease.seeds) or answer < 1:
+            return "asks for nothing"
+        if lease.sampling.temperature <= 0 or lease.sampling.top_p <= 0:
+            return f"has temperature {lease.sampling.temperature}, top-p {lease.sampling.top_p}"
+        if prompt.size == 0 or prompt.size + answer > self._positions:
+            return (
+                f"has a prompt of {prompt.size} tokens and wants {answer} more; "
+                f"the model takes {self._positions} in all"
+            )
+        if max(prompt.max(), 0 if forced is None else forced.max()) >= self._vocabulary:
+            return f"has tokens beyond the vocabulary of {self._vocabulary}"
+        return ""
 
     def _sample(self, rows: Sequence[_Row], prompts: Sequence[NDArray[np.uint32]]) -> None:
         """Fill the rows' tokens and log-probs: one token of each a turn, until all have ended."""

@@ -60,7 +60,7 @@ def main() -> None:
     child_worker.serve(
         channel,
         {
-            "start": Method(EngineSetup, worker.start),
+            "start": Method(EngineSetup, worker.start, beats=True),
             "load": Method(LoadCall, worker.load),
             "prove": Method(type(None), worker.prove),
             "generate": Method(list[Lease], worker.generate),

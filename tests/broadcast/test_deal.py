@@ -144,7 +144,7 @@ def test_the_source_helps_when_all_relays_are_behind_but_not_with_what_they_are_
     rates = dict.fromkeys(RELAYS, 50_000)
     deals = Deals(count=4001)
     deals.run(6.0, 200, rates)
-    choice = deals.dealer.help(RELAYS, deals.known, 6.0)
+    choice = deals.dealer.help(RELAYS, deals.known)
     assert choice is not None
     peer, index = choice
     relay = next(relay for relay in RELAYS if index in deals.dealt[relay])
@@ -153,7 +153,7 @@ def test_the_source_helps_when_all_relays_are_behind_but_not_with_what_they_are_
     deals.dealer.helped(index, 6.0)
     idle = Deals(count=4001)
     idle.run(6.0, 5, dict.fromkeys(RELAYS, 400_000))
-    assert idle.dealer.help(RELAYS, idle.known, 6.0) is None
+    assert idle.dealer.help(RELAYS, idle.known) is None
 
 
 def test_a_pull_only_payload_is_never_dealt():

@@ -443,9 +443,11 @@ def test_a_copy_made_in_a_relays_stead_is_not_pushed_on():
     swarm = opened(SOURCE, "a", "b", held=[0])
     for link in (SOURCE, "a", "b"):
         swarm.receive_want(link, ID, 0.0)
-    swarm.receive_have("a", ID, [5], 0.9)
-    swarm.chunk_arrived(SOURCE, ID, 5, CHUNK, 1.0)
-    assert swarm.chunks_stored(ID, [5], 1.0) == []
+    for teller in ("a", SOURCE):
+        swarm.receive_have(teller, ID, [5 if teller == "a" else 6], 0.9)
+    for index in (5, 6):
+        swarm.chunk_arrived(SOURCE, ID, index, CHUNK, 1.0)
+        assert swarm.chunks_stored(ID, [index], 1.0) == []
 
 
 def test_a_queued_push_is_dropped_when_the_other_side_announces_the_chunk():

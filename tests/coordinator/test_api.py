@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import membership, report
-from coordinator.api import COUNT_MAX, WAIT_S_MAX, Api, Secrets
+from coordinator.api import COUNT_MAX, HOLDINGS_MAX, JOIN_BYTES_MAX, WAIT_S_MAX, Api, Secrets
 from echo2p2p.ids import ManifestId, Version
 from echo2p2p.net import routing
 from echo2p2p.net.ports import Request, Response
@@ -41,7 +41,7 @@ from echo2p2p.wire.messages import (
     Upload,
     UploadReply,
 )
-from scenarios.bench import LAYOUT, Bench, heartbeat, open_bench, right_answers
+from scenarios.middle import LAYOUT, Bench, heartbeat, open_bench, right_answers
 
 MANIFEST = ManifestId(bytes(range(16)))
 MEMBER_ROUTES = ["/heartbeat", "/manifests", "/lease", "/upload", "/leave"]
@@ -351,6 +351,13 @@ async def test_a_malformed_body_is_refused_with_its_reason_and_changes_nothing(
     assert len(front.bench.state.members.live()) == 1
 
 
+async def test_a_join_that_would_fill_the_store_is_malformed(autojump_clock, front: Front) -> None:
+    request = front.bench.request("p", csr=bytes(JOIN_BYTES_MAX))
+    answer = await front.ask("POST", "/join", codec.encode(request), secret=front.token.encode())
+    refused(answer, 400, "malformed")
+    assert await front.bench.book.members() == []
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -372,6 +379,13 @@ async def test_names_and_addresses_that_would_harm_others_are_malformed(
     assert front.bench.state.members.live() == []
 
 
+async def test_long_names_and_hosts_pass_up_to_their_limit(autojump_clock, front: Front) -> None:
+    request = front.bench.request("x" * 100)
+    request = msgspec.structs.replace(request, relay=Address(host="h" * 255, port=65535))
+    answer = await front.ask("POST", "/join", request, secret=front.token.encode())
+    assert answer.status == 200
+
+
 def said(**changes: int) -> Measurements:
     return msgspec.structs.replace(membership.NO_MEASUREMENTS, **changes)
 
@@ -388,6 +402,8 @@ def said(**changes: int) -> Measurements:
         {"version": COUNT_MAX + 1},
         *({"price_usd_per_hour": lie} for lie in (-0.01, math.nan, math.inf)),
         *({"available_s": lie} for lie in (-1.0, math.nan, math.inf)),
+        {"holdings": [bytes(16)] * (HOLDINGS_MAX + 1)},
+        {"holdings": [bytes(100_000)]},
     ],
     ids=str,
 )

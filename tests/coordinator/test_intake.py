@@ -19,7 +19,7 @@ from echo2p2p.tasks.base import Verdict
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.wire.arrays import to_tokens
 from echo2p2p.wire.messages import Lease, Upload, UploadReply
-from scenarios.bench import Bench, open_bench, right_answers, sample
+from scenarios.middle import Bench, open_bench, right_answers, sample
 from scenarios.parts import InlineTaskWorker
 
 
@@ -94,6 +94,8 @@ async def test_an_accepted_upload_is_scored_and_waits_for_the_learner(
     assert not reply.duplicate
     assert await balanced(bench) == {"queued": 2}
     assert bench.desk.find(LeaseId(lease.lease_id)) is None
+    (entry,) = bench.journal.named("upload.accepted")
+    assert entry.fields["peer"] == member.peer_id
     await scored(bench)
     (group,) = bench.queue.take(Step(0), 1) or []
     assert group.group.lease_id == lease.lease_id
@@ -472,7 +474,7 @@ async def test_a_rollout_whose_task_failed_is_masked_and_the_others_count(
         )
 
 
-async def test_a_group_whose_task_failed_throughout_is_rejected_and_its_prompt_freed(
+async def test_a_group_whose_task_failed_throughout_is_rejected_and_its_prompt_left_out(
     autojump_clock, disk: SimDisk
 ) -> None:
     async with open_bench(disk, make_worker=lambda: Judge(Failed("x"), Failed("y"))) as bench:
@@ -484,7 +486,22 @@ async def test_a_group_whose_task_failed_throughout_is_rejected_and_its_prompt_f
         assert await balanced(bench) == {"task_failed": 2}
         (outcome,) = bench.intake.take_outcomes(member.peer_id)
         assert (outcome.accepted, outcome.reason) == (False, "task_failed")
-        assert await next_seed(bench, member) == seed
+        assert await next_seed(bench, member) != seed, "it would fail again"
+
+
+async def test_an_upload_wakes_the_scorer_and_its_score_wakes_the_learner(
+    autojump_clock, bench: Bench
+) -> None:
+    member = await bench.ready("p")
+    leases = await bench.lease(member, count=2)
+    async with scoring(bench):
+        await trio.sleep(5.0)  # it waits for work
+        for lease in leases:
+            await bench.upload(member, right_answers(lease, 1))
+        with trio.fail_after(1.0):
+            while not await bench.train():
+                await bench.state.changed.park()
+    assert await balanced(bench) == {"trained": 4}
 
 
 async def test_an_answer_that_ran_into_its_limit_is_told_to_the_task(

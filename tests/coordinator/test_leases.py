@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
@@ -11,10 +12,11 @@ from coordinator.task_port import Failed, Opening, TaskInfo, TaskSetup
 from echo2p2p.errors import ChildError
 from echo2p2p.ids import LeaseId
 from echo2p2p.limits import LEASES_PER_CALL_MAX
+from echo2p2p.rollouts.ledger import Place
 from echo2p2p.rollouts.trajectory import Reason
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.wire.messages import Lease
-from scenarios.bench import ROLLOUTS, Bench, open_bench, right_answers
+from scenarios.middle import ROLLOUTS, Bench, open_bench, right_answers
 from scenarios.parts import InlineTaskWorker
 
 ROOM = 4
@@ -79,6 +81,8 @@ async def test_no_more_is_granted_than_the_version_can_carry(autojump_clock, ben
     assert len(await bench.lease(member, count=1)) == 1
     assert len(await bench.lease(member)) == ROOM - 1
     assert await bench.lease(member) == []
+    issued = bench.journal.named("leases.issued")
+    assert [entry.fields["leases"] for entry in issued] == [1, ROOM - 1]
     assert bench.book.ledger.statistics().in_flight == 2 * ROOM
 
 
@@ -180,6 +184,36 @@ async def test_a_poll_is_woken_when_there_is_room_again(autojump_clock, bench: B
             await bench.roster.leave(other.peer_id, other.incarnation, "bye")
 
         assert len(await bench.lease(member, wait_s=20.0)) == ROOM
+    assert trio.current_time() - began == pytest.approx(5.0, abs=0.1)
+
+
+@pytest.mark.parametrize("how", ["given back", "expired", "dropped"])
+async def test_a_poll_is_woken_by_whatever_makes_room(
+    autojump_clock, bench: Bench, how: str
+) -> None:
+    member = await bench.ready("p")
+    (first, *_) = await bench.lease(member)
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def make_room() -> None:
+            await trio.sleep(5.0)
+            if how == "given back":
+                empty = msgspec.structs.replace(right_answers(first, 1), samples=[])
+                await bench.upload(member, empty)
+            elif how == "expired":
+                pairs = [(LeaseId(first.lease_id), first.samples)]
+                await bench.book.reject(pairs, Place.IN_FLIGHT, Reason.LEASE_EXPIRED)
+                bench.desk.close(LeaseId(first.lease_id), give_back=True)
+            else:
+                await answered(bench, "p", [first])
+                pairs = [(LeaseId(first.lease_id), first.samples)]
+                await bench.book.reject(pairs, Place.QUEUED, Reason.TASK_FAILED)
+                bench.desk.give_back(1)
+
+        (again,) = await bench.lease(member, wait_s=20.0)
+    assert again.lease_id != first.lease_id
     assert trio.current_time() - began == pytest.approx(5.0, abs=0.1)
 
 
@@ -313,6 +347,19 @@ async def test_another_incarnations_leases_stay(autojump_clock, bench: Bench) ->
     assert len(seeds(bench, leases)) == 2
 
 
+async def test_an_answered_prompt_is_not_handed_out_again_unless_its_group_is_dropped(
+    autojump_clock, bench: Bench
+) -> None:
+    member = await bench.ready("p")
+    leases = await bench.lease(member, count=2)
+    was = seeds(bench, leases)
+    await answered(bench, "p", leases)
+    later = await bench.lease(member, count=1)
+    assert seeds(bench, later)[0] not in was
+    bench.desk.give_back(was[1])
+    assert seeds(bench, await bench.lease(member, count=1)) == [was[1]]
+
+
 async def test_a_peer_that_vanishes_while_a_grant_is_under_way_strands_nothing(
     autojump_clock,
 ) -> None:
@@ -399,9 +446,17 @@ class PickyWorker(InlineTaskWorker):
 async def test_an_item_that_cannot_be_opened_costs_itself_only(autojump_clock) -> None:
     async with open_bench(SimDisk(), make_worker=PickyWorker) as bench:
         member = await bench.ready("p")
-        assert len(await bench.lease(member)) == ROOM - 1
+        assert await bench.lease(member, count=1) == []
+        assert bench.book.ledger.statistics().issued == 0
         (failed,) = bench.journal.named("item.failed")
         assert "ZeroDivisionError" in str(failed.fields["detail"])
+        assert len(await bench.lease(member)) == ROOM
+
+
+async def test_an_item_that_cannot_be_opened_does_not_take_others_with_it(autojump_clock) -> None:
+    async with open_bench(SimDisk(), make_worker=PickyWorker) as bench:
+        member = await bench.ready("p")
+        assert len(await bench.lease(member)) == ROOM - 1
         assert len(await bench.lease(member)) == 1
 
 

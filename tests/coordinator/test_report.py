@@ -119,18 +119,23 @@ def test_the_ledger_part_says_whether_it_can_be_trusted() -> None:
     assert report.trajectories(other, other)["balances"] is False
 
 
+def sizes_of(*deltas: int) -> WeightBytes:
+    inverses = sum(1 / size for size in deltas)
+    return WeightBytes(800, len(deltas), sum(deltas), inverses, state_bytes=1200)
+
+
 def test_the_weights_part_has_bytes_and_ratios() -> None:
-    sizes = WeightBytes(anchor_bytes=800, delta_bytes=(10, 30), state_bytes=1200)
+    sizes = sizes_of(10, 30)
     assert report.weights(sizes, source_bytes=(50, 20), peer_bytes=7) == {
         "state_bytes": 1200,
         "anchor_bytes": 800,
         "delta_bytes_mean": 20.0,
-        "ratio_mean": (120 + 40) / 2,
+        "ratio_mean": pytest.approx((120 + 40) / 2),
         "source_bytes": 50,
         "source_copies": 0.5,
         "peer_bytes": 7,
     }
-    first = WeightBytes(anchor_bytes=800, delta_bytes=(), state_bytes=1200)
+    first = sizes_of()
     part = report.weights(first, source_bytes=(50, 0), peer_bytes=0)
     assert (part["delta_bytes_mean"], part["ratio_mean"], part["source_copies"]) == (0.0, 0.0, None)
 
@@ -150,3 +155,35 @@ def test_a_metrics_line_is_flat_and_json() -> None:
         "version": 1,
         "loss": 0.25,
     }
+
+
+def test_the_curve_of_a_short_run_has_every_step() -> None:
+    progress = report.Progress(began_s=0.0)
+    for step in (2, 1, 3):
+        progress.add(record(step, reward=step / 10, ages=(float(step), step)))
+    curve = progress.curve()
+    assert curve["step"] == [1, 2, 3]
+    assert curve["reward"] == [0.1, 0.2, 0.3]
+    assert curve["age_max"] == [1.0, 2.0, 3.0]
+    assert {len(values) for values in curve.values()} == {3}
+
+
+def test_the_curve_of_a_long_run_is_told_in_means_and_largest_ages() -> None:
+    progress = report.Progress(began_s=0.0)
+    for step in range(1, 8):
+        progress.add(record(step, reward=float(step), ages=(1.0, step % 4)))
+    curve = progress.curve(points_max=3)
+    assert curve["step"] == [3, 6, 7]
+    assert curve["reward"] == [2.0, 5.0, 7.0]
+    assert curve["age_max"] == [3.0, 2.0, 3.0]
+
+
+def test_speed_and_age_are_those_of_the_newest_steps_without_start_up() -> None:
+    progress = report.Progress(began_s=0.0)
+    assert progress.steps_per_s() is progress.age_recent() is None
+    progress.add(record(1, elapsed_s=60.0, ages=(0.0, 0)))
+    assert progress.steps_per_s() is None
+    for step in range(2, 6):
+        progress.add(record(step, elapsed_s=0.5, ages=(2.0, 2)))
+    assert progress.steps_per_s() == pytest.approx(2.0)
+    assert progress.age_recent() == pytest.approx(8.0 / 5.0)

@@ -1,5 +1,7 @@
 """Versions never fork: a learner that loses steps goes on under new numbers."""
 
+import trio
+
 from coordinator.config import Settings
 from echo2p2p.testing.clock import run_virtual
 from scenarios.parts import LearnerFaults
@@ -71,3 +73,25 @@ def test_a_learner_that_dies_while_it_saves_goes_on_from_the_checkpoint_before()
     assert world.summary["outcome"] == "finished"
     assert world.summary["steps"] == 10
     assert world.summary["generation"] == 1
+
+
+def test_a_run_that_is_told_to_stop_saves_what_it_has_learnt_and_goes_on_from_there():
+    spec = WorldSpec(settings=SETTINGS, peers=(PeerSpec("ann"), PeerSpec("bob")))
+    made: list[World] = []
+
+    async def stop_at_5(world: World, nursery: trio.Nursery) -> None:
+        await world.wait_event("step.done", step=5)
+        assert world.app is not None
+        world.app.stop()
+
+    async def story() -> None:
+        made.append(World(spec, seed=1))
+        await made[0].run(stop_at_5)
+
+    run_virtual(story, seed=1)
+    world = made[0]
+    assert world.breaches == []
+    assert world.summary["outcome"] == "finished"
+    saved = [entry.fields["step"] for entry in world.trace.named("checkpoint.saved")]
+    assert saved[-1] == world.summary["step"]
+    assert 5 <= world.summary["step"] < 10

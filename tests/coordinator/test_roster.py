@@ -15,7 +15,7 @@ from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.system import SimEntropy
 from echo2p2p.wire.messages import Address, Measurements, MemberCard, Plan
 from echo2p2p.wire.signing import open_record
-from scenarios.bench import LAYOUT, Bench, heartbeat, open_bench
+from scenarios.middle import LAYOUT, Bench, heartbeat, open_bench
 
 
 @pytest.fixture
@@ -74,6 +74,8 @@ async def test_a_newcomer_gets_all_that_it_needs(autojump_clock, bench: Bench) -
     assert (row.peer_id, row.incarnation, row.live) == (identity.peer_id, 1, True)
     assert row.credential == credential_digest(reply.credential)
     assert reply.credential.encode() not in row.credential + row.join_body
+    (joined,) = bench.journal.named("peer.joined")
+    assert (joined.fields["peer"], joined.fields["who"]) == (identity.peer_id, "p")
 
 
 async def test_two_joins_never_share_a_credential(autojump_clock, bench: Bench) -> None:
@@ -169,7 +171,7 @@ async def test_of_two_live_copies_the_first_lives_on_and_the_second_is_refused(
 async def test_each_is_evicted_when_its_own_term_ends(autojump_clock, bench: Bench) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(bench.roster.run)
-        await trio.sleep(50.0)  # asleep, with nobody there
+        await trio.sleep(53.0)  # asleep, with nobody there
         began = trio.current_time()
         for name in "abc":
             await bench.ready(name)
@@ -208,6 +210,22 @@ async def test_a_goodbye_that_is_cut_off_still_gives_everything_back(
     assert not row.live
 
 
+async def test_whoever_waits_for_the_last_member_to_go_is_woken(
+    autojump_clock, bench: Bench
+) -> None:
+    member = await bench.ready("p")
+    async with trio.open_nursery() as nursery:
+
+        @nursery.start_soon
+        async def leave() -> None:
+            await trio.sleep(1.0)
+            await bench.roster.leave(member.peer_id, member.incarnation, "the run is over")
+
+        with trio.fail_after(2.0):
+            while bench.state.members.live():
+                await bench.state.changed.park()
+
+
 async def test_relayed_bytes_are_summed_over_lives_and_live_members(
     autojump_clock, bench: Bench
 ) -> None:
@@ -237,9 +255,10 @@ async def test_the_first_proved_version_is_told_once(autojump_clock, bench: Benc
     member = bench.beat(bench.member("p"), None)
     assert bench.journal.named("peer.ready") == []
     member = bench.beat(member, 0)
-    bench.beat(member, 0)
     (ready,) = bench.journal.named("peer.ready")
     assert ready.fields["version"] == 0
+    bench.beat(member, 0)
+    assert len(bench.journal.named("peer.ready")) == 1
 
 
 @pytest.mark.parametrize(
@@ -282,6 +301,7 @@ async def test_members_live_on_through_our_restart_with_their_credentials(
 ) -> None:
     async with open_bench(disk, seed=1) as bench:
         credential = (await bench.join("p")).credential
+        await bench.join("q")
         left = await bench.ready("left")
         await bench.roster.leave(left.peer_id, left.incarnation, "")
         disk.crash()
@@ -291,7 +311,9 @@ async def test_members_live_on_through_our_restart_with_their_credentials(
         assert member is not None
         assert (member.name, member.engine, member.state) == ("p", "fake", State.JOINING)
         assert member.relay == Address(host="p.sim", port=7000)
-        assert [live.name for live in bench.state.members.live()] == ["p"]
+        other = bench.member("q")
+        assert len(bench.state.members.live()) == 2
+        assert neighbours(bench.roster.plan_for(member))[other.peer_id] == other.relay
         await trio.sleep(9.0)
         assert bench.beat(member, 0).state is State.ACTIVE
         assert (await bench.join("left")).incarnation == 2

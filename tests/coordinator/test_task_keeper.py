@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from coordinator.task_keeper import BACK_OFF_S, TaskKeeper
+from coordinator.task_keeper import (
+    BACK_OFF_S,
+    FAILURES_MAX,
+    LOSS_WEIGHT,
+    PATIENCE_S,
+    TaskKeeper,
+)
 from coordinator.task_port import Done, Failed, Next, Opening, TaskInfo, TaskSetup, Turn
 from echo2p2p.errors import ChildError, ConfigError
 from echo2p2p.testing.journal import TraceJournal
@@ -210,6 +216,12 @@ async def test_a_start_that_ends_in_another_way_leaves_no_worker_behind(
     assert isinstance((await keeper.open([1]))[0], Opening)
 
 
+async def test_a_keeper_that_never_started_can_be_closed(autojump_clock) -> None:
+    factory = Factory()
+    await keeper_of(factory).close()
+    assert factory.made == []
+
+
 async def test_calls_are_made_one_at_a_time(autojump_clock) -> None:
     factory = Factory()
     keeper = keeper_of(factory)
@@ -220,3 +232,76 @@ async def test_calls_are_made_one_at_a_time(autojump_clock) -> None:
             nursery.start_soon(keeper.open, [seed])
     assert trio.current_time() - began == pytest.approx(0.05)
     assert sorted(factory.made[0].asked) == [[seed] for seed in range(5)]
+
+
+# --- a task that is good for nothing --------------------------------------------------------------
+
+
+class Failing(InlineTaskWorker):
+    """Whose task raises on every item but the good ones."""
+
+    def __init__(self, *good: int) -> None:
+        super().__init__()
+        self._good = good
+
+    async def open(self, seeds: Sequence[int]) -> list[Opening | Failed]:
+        """Fail, as the desk says it."""
+        opened = await super().open(seeds)
+        return [
+            item if seed in self._good else Failed("ValueError: no such book")
+            for seed, item in zip(seeds, opened, strict=True)
+        ]
+
+
+async def test_a_task_that_fails_on_every_item_is_given_up_after_a_while(autojump_clock) -> None:
+    keeper = TaskKeeper(make_worker=Failing, setup=SETUP, journal=TraceJournal())
+    await keeper.start()
+
+    async def go_on() -> None:
+        while trio.current_time() < 10 * PATIENCE_S:
+            assert all(isinstance(item, Failed) for item in await keeper.open(range(8)))
+            await trio.sleep(1.0)
+
+    with pytest.raises(ChildError, match=r"no prompt for any item in 12\d s.*no such book"):
+        await go_on()
+    assert trio.current_time() == pytest.approx(PATIENCE_S, abs=2.0)
+
+
+async def test_many_failures_at_once_or_a_few_over_a_long_time_are_borne(autojump_clock) -> None:
+    keeper = TaskKeeper(make_worker=Failing, setup=SETUP, journal=TraceJournal())
+    await keeper.start()
+    await keeper.open(range(10 * FAILURES_MAX))
+    few = TaskKeeper(make_worker=Failing, setup=SETUP, journal=TraceJournal())
+    await few.start()
+    for _ in range(FAILURES_MAX - 1):
+        await few.open([1])
+        await trio.sleep(PATIENCE_S)
+
+
+async def test_one_good_item_in_between_makes_patience_with_the_task_start_afresh(
+    autojump_clock,
+) -> None:
+    keeper = TaskKeeper(make_worker=lambda: Failing(7), setup=SETUP, journal=TraceJournal())
+    await keeper.start()
+    for _ in range(10):
+        await keeper.open([*range(100, 100 + FAILURES_MAX), 7])
+        await trio.sleep(PATIENCE_S / 2)
+
+
+async def test_items_that_kill_their_worker_use_patience_up_sooner(autojump_clock) -> None:
+    class Killing(Worker):
+        def _look(self, seeds: list[int]) -> None:
+            self.asked.append(seeds)
+            self.kill()
+
+    factory = Factory(*(Killing() for _ in range(200)))
+    keeper = keeper_of(factory)
+    await keeper.start()
+
+    async def go_on() -> None:
+        for _ in range(FAILURES_MAX // LOSS_WEIGHT + 1):
+            await keeper.score(await answers([1]))
+            await trio.sleep(PATIENCE_S / 4)
+
+    with pytest.raises(ChildError, match=r"no reward for any answer.*SIGKILL"):
+        await go_on()

@@ -97,10 +97,8 @@ def test_the_limits_are_the_codes():
 def test_the_routes_are_the_coordinators():
     source = (ROOT / "coordinator" / "api.py").read_text(encoding="utf-8")
     body = {"0": "0", "small": "HTTP_CONTROL_BYTES_MAX", "large": "HTTP_BODY_BYTES_MAX"}
-    code = [
-        (f"{method} {path}", body[size])
-        for method, path, size in re.findall(r'Route\("(\w+)", "([^"]+)", .+, (\w+)\),', source)
-    ]
+    route = r'Route\("(\w+)", "([^"]+)", .+?, (0|small|large)(?:, [\w.]+)?\),'
+    code = [(f"{method} {path}", body[size]) for method, path, size in re.findall(route, source)]
     table = [(quoted(row[0])[0], row[4]) for row in rows(TEXT, 5) if row[0] != "route"]
     assert len(code) == source.count(" Route(")
     assert sorted(table) == sorted(code)

@@ -312,13 +312,56 @@ async def test_bytes_that_are_no_http_are_refused_and_journalled(garbage: bytes)
         assert {entry.name for entry in bench.journal.entries} <= {REQUEST_REFUSED}
 
 
-async def test_a_compressed_body_reaches_the_handler_as_it_came() -> None:
+async def test_a_compressed_body_is_refused_before_it_is_read() -> None:
     packed = gzip.compress(bytes(10_000))
     async with wire() as bench, AioHttpClients(bench.aio).connect(url(bench.at), None) as client:
-        answer = await client.request(
-            "POST", "/x", body=packed, headers={"Content-Encoding": "gzip"}, timeout_s=5
-        )
-    assert answer.body == packed
+        for encoding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
+            answer = await client.request(
+                "POST", "/x", body=packed, headers={"Content-Encoding": encoding}, timeout_s=5
+            )
+            assert answer.status == status
+        heard = await bench.say(POST + b"Content-Encoding: gzip\r\nContent-Length: 50\r\n\r\n")
+    assert heard.startswith(b"HTTP/1.1 415 ")
+
+
+async def test_a_route_decides_by_the_head_and_says_whose_bytes_a_body_is() -> None:
+    seen = []
+
+    def admit(head: Request) -> str | Response:
+        seen.append((head.body, head.path))
+        who = head.headers.get("who", "")
+        return who or Response(401)
+
+    started = trio.Event()
+
+    async def wait(request: Request) -> Response:
+        if request.headers["who"] == "held":
+            started.set()
+            await trio.sleep_forever()
+        return Response(200)
+
+    head = POST + b"Who: %s\r\nContent-Length: %d\r\n\r\n"
+    limits = HttpLimits(bodies_bytes_max=1000, bodies_bytes_max_each=60, close_s=0.1)
+    journal = TraceJournal()
+    with trio.fail_after(20):
+        async with open_aio(journal) as aio, trio.open_nursery() as nursery:
+            server = AioHttpServer(aio, None, journal, limits)
+            routes = (Route("POST", "/x", wait, 100, admit),)
+            async with server.serve(routes, Endpoint("127.0.0.1", 0)) as at:
+                bench = Wire(at, aio, journal)
+                heard = await bench.say(POST + b"Content-Length: 50\r\n\r\n")
+                assert heard.startswith(b"HTTP/1.1 401 "), "no byte of the body was sent"
+                heard = await bench.say(head % (b"one", 100), bytes(100))
+                assert heard.startswith(b"HTTP/1.1 200 "), "one body may be as long as the route"
+                nursery.start_soon(bench.say, head % (b"held", 40), bytes(40))
+                await started.wait()
+                heard = await bench.say(head % (b"held", 21))
+                assert heard.startswith(b"HTTP/1.1 429 ")
+                assert b"Retry-After: 1" in heard
+                heard = await bench.say(head % (b"other", 21), bytes(21))
+                assert heard.startswith(b"HTTP/1.1 200 "), "each has a room of its own"
+                nursery.cancel_scope.cancel()
+    assert all(body == b"" and path == "/x" for body, path in seen)
 
 
 async def test_ipv6_works() -> None:

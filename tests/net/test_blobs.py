@@ -1,5 +1,6 @@
 """What both kinds of blobs promise, then what happens on a real file system."""
 
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import trio
 from echo2p2p.errors import LocalProtocolError, StoreError
 from echo2p2p.net.blobs import FileBlobs
 from echo2p2p.net.ports import Blobs
+from echo2p2p.net.process_memory import memory_of
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.disk import SimDisk
 
@@ -46,6 +48,7 @@ def test_a_blob_is_there_until_it_is_replaced_or_deleted(form) -> None:
         assert await blobs.names() == ["a", "b-1.bin", "c"]
         await blobs.put("a", b"three")
         assert [await blobs.get(name) for name in ("a", "b-1.bin", "c")] == [b"three", b"one", b""]
+        assert [await blobs.map(name) for name in ("a", "b-1.bin", "c")] == [b"three", b"one", b""]
         await blobs.delete("c")
         await blobs.delete("c")
         assert await open_blobs().names() == ["a", "b-1.bin"]
@@ -58,15 +61,42 @@ def test_a_blob_that_is_not_there_is_a_store_error(form) -> None:
     async def story(open_blobs: Open) -> None:
         with pytest.raises(StoreError, match="there is no blob x"):
             await open_blobs().get("x")
+        with pytest.raises(StoreError, match="there is no blob x"):
+            await open_blobs().map("x")
 
     form(story)
+
+
+def test_a_mapped_blob_stays_as_it_was_and_cannot_be_written(form) -> None:
+    async def story(open_blobs: Open) -> None:
+        blobs = open_blobs()
+        await blobs.put("x", b"first")
+        mapped = await blobs.map("x")
+        await blobs.put("x", b"second")
+        await blobs.delete("x")
+        assert bytes(mapped) == b"first"
+        assert mapped.readonly
+
+    form(story)
+
+
+async def test_mapped_blobs_are_no_memory_of_ours(tmp_path: Path) -> None:
+    blobs = FileBlobs(tmp_path)
+    size = 64 << 20
+    await blobs.put("large", bytes(size))
+    before = memory_of(os.getpid())
+    mapped = await blobs.map("large")
+    assert sum(mapped[::4096]) == 0  # every page has been touched
+    after = memory_of(os.getpid())
+    assert after.resident_bytes - before.resident_bytes > size // 2
+    assert after.private_bytes - before.private_bytes < size // 8
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".x", "a/b", "../a", "a\x00", "é", "a" * 129])
 def test_a_name_is_never_a_path(form, name: str) -> None:
     async def story(open_blobs: Open) -> None:
         blobs = open_blobs()
-        for use in (blobs.get, blobs.delete, lambda name: blobs.put(name, b"")):
+        for use in (blobs.get, blobs.map, blobs.delete, lambda name: blobs.put(name, b"")):
             with pytest.raises(LocalProtocolError):
                 await use(name)
 

@@ -4,13 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import trio
 
-from echo2p2p.errors import ChildError, LocalProtocolError
+from echo2p2p.errors import ChildError, ConfigError, LocalProtocolError
 from echo2p2p.net import child as child_module
+from echo2p2p.net import child_worker
 from echo2p2p.net.child import ChildProcess
+from echo2p2p.net.process_memory import Memory, tree_memory
 from echo2p2p.testing.children import MODULE, make_child
 
 pytestmark = pytest.mark.slow
@@ -224,3 +227,78 @@ async def test_close_takes_the_childs_own_children_along(child):
         )  # fmt: skip
     await child.close()
     await wait_gone(pids[0])
+
+
+# --- memory, pulse, and whose fault it is ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["eat", "fork_and_eat"])
+async def test_a_child_that_eats_memory_is_killed_and_says_so_with_its_last_words(method):
+    subject = make_child(memory_max_bytes=100_000_000)
+    await subject.start()
+    try:
+        assert await subject.call("echo", b"x", bytes, timeout_s=20) == b"x"
+        with pytest.raises(ChildError, match="more than the 100 MB of memory it may") as caught:
+            await subject.call(method, None, type(None), timeout_s=60)
+        assert "MiB" in caught.value.log_tail
+        with pytest.raises(ChildError, match="100 MB"):
+            await subject.call("echo", b"", bytes, timeout_s=20)
+    finally:
+        await subject.close()
+
+
+async def test_memory_is_counted_without_mapped_files_and_with_descendants(child):
+    await child.call("echo", b"", bytes, timeout_s=20)
+    alone = tree_memory(child.pid)
+    assert 1_000_000 < alone.private_bytes < alone.resident_bytes
+    with trio.move_on_after(0.5):
+        await child.call("fork_and_burn", None, int, timeout_s=None)
+    assert tree_memory(child.pid).private_bytes > alone.private_bytes
+    await child.close()
+    assert tree_memory(child.pid) == Memory()
+
+
+async def test_the_system_kills_a_child_before_its_parent(child):
+    await child.call("echo", b"", bytes, timeout_s=20)
+    score = Path(f"/proc/{child.pid}/oom_score_adj").read_text()
+    assert int(score) == child_worker.OOM_SCORE
+
+
+async def test_a_child_that_works_without_a_word_beats_and_one_that_waits_does_not(child):
+    await child.call("echo", b"", bytes, timeout_s=20)
+    worked = await child.call("work_beating", 3.0, float, timeout_s=None, silence_s=1.5)
+    assert worked == 3.0, "it gave no sign of life but its pulse"
+    with pytest.raises(ChildError, match=r"no sign of life for 0\.5 s"):
+        await child.call("wait_beating", 30.0, type(None), timeout_s=None, silence_s=0.5)
+
+
+async def test_a_wrong_setting_comes_back_as_what_it_is_and_other_errors_by_their_class(child):
+    with pytest.raises(ConfigError) as caught:
+        await child.call("misconfigured", "model.path", type(None), timeout_s=20)
+    assert (caught.value.path, caught.value.detail) == ("model.path", "of no use")
+    with pytest.raises(ChildError) as failed:
+        await child.call("fail", "no", type(None), timeout_s=20)
+    assert failed.value.raised == "RuntimeError"
+    with pytest.raises(ChildError) as died:
+        await child.call("die", 3, type(None), timeout_s=20)
+    assert died.value.raised == ""
+
+
+async def test_a_long_log_is_moved_aside(tmp_path, monkeypatch):
+    monkeypatch.setattr(child_module, "LOG_FILE_BYTES_MAX", 100_000)
+    log = tmp_path / "child.log"
+    subject = make_child(log_file=log)
+    await subject.start()
+    for _ in range(5):
+        await subject.call("write", 120_000, int, timeout_s=20)
+    await subject.close()
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept in (["child.log", "child.log.1"], ["child.log.1"])
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 200_000
+
+
+async def test_a_question_that_is_too_long_is_not_asked_and_the_child_lives_on(child, monkeypatch):
+    monkeypatch.setattr(child_worker, "FRAME_BYTES_MAX", 1000)
+    with pytest.raises(ChildError, match="'echo' was not asked: a message of 1"):
+        await child.call("echo", bytes(1000), bytes, timeout_s=20)
+    assert await child.call("echo", b"x", bytes, timeout_s=20) == b"x"

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
+from echo2p2p.net import store as store_module
 from echo2p2p.net.ports import Rows, Store
 from echo2p2p.net.store import BATCH_MAX, SqliteStore
 from echo2p2p.testing.clock import run_virtual
@@ -296,14 +297,14 @@ async def test_a_full_disk_is_a_store_error_and_passes(tmp_path: Path) -> None:
 async def test_a_file_that_is_no_database_is_a_store_error(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     path.write_bytes(b"not a database at all" * 100)
-    with pytest.raises(StoreError, match="not a database: move it away"):
+    with pytest.raises(StoreError, match="not a database, or damaged: put a copy"):
         async with SqliteStore.open(path, SCHEMA):
             raise AssertionError
     assert path.read_bytes() == b"not a database at all" * 100
 
 
 async def test_a_missing_folder_is_a_store_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="No such file"):
+    with pytest.raises(StoreError, match="no such folder: make it"):
         async with SqliteStore.open(tmp_path / "nowhere" / "state.db", SCHEMA):
             raise AssertionError
 
@@ -348,3 +349,19 @@ async def test_another_process_is_refused_and_a_killed_one_leaves_its_commits_an
     sqlite3.connect(path).execute("PRAGMA user_version=2").connection.close()
     async with SqliteStore.open(path, SCHEMA) as store:
         assert await store.transact(names) == ["child"]
+
+
+async def test_the_log_file_shrinks_again_after_a_large_transaction(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "WAL_BYTES_MAX", 100_000)
+    path = tmp_path / "run.sqlite"
+    log = tmp_path / "run.sqlite-wal"
+    async with SqliteStore.open(path, ("CREATE TABLE t (x BLOB);",)) as store:
+
+        def put(size):
+            return lambda rows: rows.execute("INSERT INTO t VALUES (zeroblob(?))", (size,))
+
+        await store.transact(put(20_000_000))
+        assert log.stat().st_size > 10_000_000
+        for _ in range(3):
+            await store.transact(put(10))
+        assert log.stat().st_size <= 100_000

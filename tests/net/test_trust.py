@@ -336,7 +336,7 @@ def test_an_identity_survives_in_a_file_of_its_own(tmp_path: Path) -> None:
     again = PeerIdentity.load(path)
     assert again is not None
     assert again.peer_id == peer.peer_id
-    with pytest.raises(StoreError, match="exists"):
+    with pytest.raises(StoreError, match="of this name already"):
         peer.save(path)
     path.write_bytes(b"cut")
     with pytest.raises(ConfigError, match="3 bytes, not 32"):

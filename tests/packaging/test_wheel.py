@@ -109,6 +109,16 @@ def test_it_ships_the_type_marker_and_the_presets(names):
     assert presets <= names
 
 
+def test_it_ships_what_the_dashboard_is_made_of(names):
+    page = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "coordinator" / "dashboard").iterdir()
+        if path.suffix in {".html", ".css", ".js"}
+    }
+    assert len(page) == 4
+    assert page <= names
+
+
 def test_it_ships_no_tests_caches_or_documents(names):
     unwanted = re.compile(r"(^|/)(tests|conftest|__pycache__|\.\w+)(/|$)|\.(pyc|md)$")
     assert not [name for name in names if unwanted.search(name)]

@@ -39,7 +39,7 @@ from peer.coordinator_client import (
     fetch_ca,
     join,
 )
-from scenarios.bench import heartbeat, open_bench
+from scenarios.middle import heartbeat, open_bench
 
 SIGNED = Signed(body=b"b", signature=b"s")
 BEAT = HeartbeatReply(
@@ -201,7 +201,7 @@ async def test_a_refusal_for_now_carries_its_pause_and_is_a_link_error(
             await client_of(http).leases(Version(0), 1, 0.0)
     assert isinstance(caught.value, BusyError)
     assert (caught.value.reason, caught.value.retry_after_s) == ("starting", 2.5)
-    assert "the learner starts" in str(caught.value)
+    assert str(caught.value) == "the learner starts (again in 2 s)"
 
 
 @pytest.mark.parametrize(

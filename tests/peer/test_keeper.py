@@ -4,20 +4,21 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import trio
 
-from echo2p2p.errors import EngineError
+from echo2p2p.errors import ChildError, ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedState
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import MemoryState
 from echo2p2p.weights.state import state_digest
-from echo2p2p.wire.arrays import from_tokens
-from echo2p2p.wire.messages import Lease, Sampling
-from peer.engine.base import EngineInfo, EngineSetup, LoadReport
-from peer.keeper import BACK_OFF_S, EngineKeeper, WeightState
-from scenarios.bench import LAYOUT
+from echo2p2p.wire.messages import Lease
+from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.keeper import BACK_OFF_S, BATCH_S_MIN, HEALTHY_S, SLOWER, EngineKeeper, WeightState
+from scenarios.middle import LAYOUT
+from scenarios.middle import loose_lease as lease
 from scenarios.parts import EngineFaults, FakeEngine
 
 SETUP = EngineSetup(layout=LAYOUT.table, model_config="{}")
@@ -30,37 +31,30 @@ def weights(version: int) -> WeightState:
     return WeightState(Version(version), state_digest(LAYOUT, bytes(state.view)), state)
 
 
-def lease(name: str = "l", version: int = 0) -> Lease:
-    return Lease(
-        lease_id=name,
-        kind="train",
-        prompt=from_tokens([1, 9, 7, 8, 4]),
-        samples=2,
-        seeds=[1, 2],
-        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0),
-        tokens_max=8,
-        stop_ids=[2],
-        forced=None,
-        version=version,
-        deadline_s=60.0,
-        affinity=None,
-    )
-
-
 class Engine(FakeEngine):
     """Notes what is asked of it; its loads may take time, its start may fail."""
 
-    def __init__(self, *, refuses: bool = False, **options: object) -> None:
+    def __init__(
+        self, *, refuses: Exception | bool = False, lies: bool = False, **options: object
+    ) -> None:
         super().__init__(**options)
-        self.refuses = refuses
+        self.refuses = EngineError("no such device") if refuses is True else refuses
+        self.lies = lies
+        self.batches: list[int] = []
         self.loads: list[int] = []
         self.closed = False
 
     async def start(self, setup: EngineSetup) -> EngineInfo:
         """Refuse, or start."""
         if self.refuses:
-            raise EngineError("no such device")
+            raise self.refuses
         return await super().start(setup)
+
+    async def generate(self, leases: list[Lease], *, timeout_s: float = 600.0) -> list[Generated]:
+        """Note the size of the batch; leave half of the tokens out, if it is to lie."""
+        self.batches.append(len(leases))
+        answers = await super().generate(leases, timeout_s=timeout_s)
+        return answers[1:] if self.lies else answers
 
     async def load(self, version: Version, state: SharedState) -> LoadReport:
         """Note the version."""
@@ -127,6 +121,8 @@ async def test_a_version_is_named_only_after_the_engine_has_proved_it(autojump_c
         assert await keeper.wait_version() == 3
         (answer,) = await keeper.generate([lease()])
         assert {span.version for sample in answer.samples for span in sample.spans} == {3}
+        assert [entry.fields["kind"] for entry in slot.journal.named("engine.ready")] == ["fake"]
+        assert [entry.fields["version"] for entry in slot.journal.named("version.loaded")] == [3]
 
 
 async def test_who_waits_for_a_version_is_woken_by_its_proof(autojump_clock) -> None:
@@ -196,6 +192,8 @@ async def test_memory_is_used_while_it_is_loaded_or_would_be_after_a_restart(
         with trio.move_on_after(10.0) as scope:
             await keeper.wait_unused(new.state)
         assert scope.cancelled_caught
+        keeper.offer(weights(2))
+        assert not keeper.uses(new.state)  # the engine has its own copy of what it has loaded
 
 
 async def test_memory_is_free_again_when_the_load_from_it_has_failed(autojump_clock) -> None:
@@ -238,6 +236,7 @@ async def test_an_engine_that_fails_to_generate_is_replaced_and_proves_the_versi
         assert len(await keeper.generate([lease()])) == 1
         assert len(slot.engines) == 2
         assert slot.engines[0].closed
+        assert slot.engines[0].loads == [2]  # nobody asked the dead one again
         (reason,) = slot.lost()
         assert why in reason
 
@@ -322,17 +321,157 @@ async def test_pauses_grow_to_a_bound(autojump_clock) -> None:
     assert pauses == pytest.approx(wanted, abs=0.01)
 
 
-async def test_a_proved_version_in_between_makes_patience_start_afresh(autojump_clock) -> None:
-    dying = [Engine(faults=EngineFaults(die_at_generate=1)) for _ in range(6)]
+async def test_work_done_in_between_makes_patience_start_afresh(autojump_clock) -> None:
+    dying = [Engine(faults=EngineFaults(die_at_generate=2)) for _ in range(6)]
     slot = Slot(*dying, restarts_max=1)
     async with slot.running() as keeper:
         keeper.offer(weights(0))
         for _ in dying:
             await proved(keeper, 0)
+            await keeper.generate([lease()])
             with pytest.raises(EngineError):
                 await keeper.generate([lease()])
         await proved(keeper, 0)
         assert len(slot.engines) == 7
+
+
+async def test_an_engine_that_proves_its_weights_and_fails_at_all_work_is_given_up(
+    autojump_clock,
+) -> None:
+    dying = [Engine(faults=EngineFaults(die_at_generate=1)) for _ in range(9)]
+    slot = Slot(*dying, restarts_max=2)
+    with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="SIGKILL")):
+        async with slot.running() as keeper:
+            keeper.offer(weights(0))
+            while True:
+                await proved(keeper, 0)
+                with pytest.raises(EngineError):
+                    await keeper.generate([lease()])
+    assert len(slot.engines) == 3
+    assert "SIGKILL" in str(slot.keeper.failure)
+
+
+async def test_an_engine_that_had_no_work_but_a_long_life_is_no_failure(autojump_clock) -> None:
+    slot = Slot(*(Engine() for _ in range(5)), restarts_max=1)
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        for life in range(5):
+            await proved(keeper, 0)
+            await trio.sleep(HEALTHY_S + 1.0)
+            slot.engines[life].kill()
+            with pytest.raises(EngineError):
+                await keeper.generate([lease()])
+        await proved(keeper, 0)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        ChildError("engine", "EngineError: the layout is not this model's", raised="EngineError"),
+        ChildError("engine", "ModuleNotFoundError: transformers", raised="ModuleNotFoundError"),
+        ConfigError("engine.dtype", "'int3' is none of float32, bfloat16"),
+    ],
+)
+async def test_an_engine_that_will_never_come_up_is_not_tried_again(
+    autojump_clock, refusal: Exception
+) -> None:
+    slot = Slot(Engine(refuses=refusal))
+    with pytest.raises(type(refusal), match=str(refusal)):
+        await slot.keeper.run()
+    assert len(slot.engines) == 1
+    assert slot.engines[0].closed
+    assert trio.current_time() == 0.0
+
+
+async def test_an_engine_that_raises_in_its_start_for_want_of_memory_is_tried_again(
+    autojump_clock,
+) -> None:
+    error = ChildError("engine", "OutOfMemoryError: CUDA", raised="OutOfMemoryError")
+    slot = Slot(Engine(refuses=error))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        assert len(slot.engines) == 2
+
+
+async def test_an_engine_that_starts_for_an_hour_is_waited_for(autojump_clock) -> None:
+    slot = Slot(Engine(start_s=3600.0))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        assert trio.current_time() == pytest.approx(3600.0)
+        assert slot.lost() == []
+
+
+async def test_rubbish_is_not_handed_on_and_the_engine_is_replaced(autojump_clock) -> None:
+    slot = Slot(Engine(lies=True))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        with pytest.raises(EngineError, match="answered 1 of 2 leases"):
+            await keeper.generate([lease("a"), lease("b")])
+        await proved(keeper, 0)
+        assert len(await keeper.generate([lease("a"), lease("b")])) == 2
+        assert [engine.closed for engine in slot.engines] == [True, False]
+        assert keeper.tokens_generated > 0
+
+
+async def test_a_lease_that_the_engine_cannot_answer_is_refused_alone(autojump_clock) -> None:
+    slot = Slot(Engine())
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        odd = msgspec.structs.replace(lease("odd"), seeds=[1])
+        answers = await keeper.generate([odd, lease("fine")])
+        assert [len(answer.samples) for answer in answers] == [0, 2]
+        (refused,) = slot.journal.named("lease.refused")
+        assert refused.fields == {"lease": "odd", "detail": "makes no sense"}
+        assert len(slot.engines) == 1
+
+
+async def test_a_hang_is_told_by_the_engines_own_pace(autojump_clock) -> None:
+    slot = Slot(Engine(seconds_per_token=0.5, faults=EngineFaults(hang_at_generate=3)))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        for _ in range(2):
+            await keeper.generate([lease()])
+        began = trio.current_time()
+        with pytest.raises(EngineError, match="did not finish"):
+            await keeper.generate([lease()])
+        wanted_s = BATCH_S_MIN + SLOWER * 0.5 * 8
+        assert trio.current_time() - began == pytest.approx(wanted_s, abs=0.1)
+
+
+async def test_before_its_pace_is_known_an_engine_has_the_time_of_the_settings(
+    autojump_clock,
+) -> None:
+    slot = Slot(Engine(faults=EngineFaults(hang_at_generate=1)))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        began = trio.current_time()
+        with pytest.raises(EngineError):
+            await keeper.generate([lease()])
+        assert trio.current_time() - began == pytest.approx(300.0, abs=0.1)
+
+
+async def test_batches_are_halved_after_a_failure_and_grow_again_with_success(
+    autojump_clock,
+) -> None:
+    slot = Slot(Engine(faults=EngineFaults(die_at_generate=1)))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        assert keeper.leases_at_once(8) == 8
+        with pytest.raises(EngineError):
+            await keeper.generate([lease(str(n)) for n in range(8)])
+        sizes = []
+        await proved(keeper, 0)
+        for _ in range(6):
+            sizes.append(keeper.leases_at_once(64))
+            await keeper.generate([lease()])
+        assert sizes == [4, 8, 16, 32, 64, 64]
 
 
 async def test_the_engine_is_closed_when_the_keeper_is_cancelled(autojump_clock) -> None:

@@ -173,6 +173,19 @@ def test_the_finish_must_fit_the_tokens(bad: Sample) -> None:
     assert reason_of(bad) is Reason.MALFORMED
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [sample([VOCABULARY, STOP]), sample([9, STOP], logprobs=[math.nan, -1.0]), sample([3, STOP])],
+    ids=["vocabulary", "not finite", "stop inside"],
+)
+def test_a_refusal_names_the_sample_that_is_wrong(bad: Sample) -> None:
+    for samples, where in (([bad, GOOD], "sample 0:"), ([CUT, bad], "sample 1:")):
+        upload = Upload(incarnation=1, lease_id="l", samples=samples, seconds=1.0)
+        refused = check_upload(upload, LEASE, 7, PEER, EXPECT)
+        assert isinstance(refused, Refused)
+        assert refused.detail.startswith(where)
+
+
 def test_a_stop_at_the_very_limit_is_a_stop() -> None:
     assert reason_of(sample([9, 8, 7, 6, STOP])) is None
 

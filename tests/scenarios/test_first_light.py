@@ -54,8 +54,6 @@ def test_a_peer_that_was_evicted_comes_back_as_another_incarnation():
     assert [entry.fields["incarnation"] for entry in joins] == [1, 2]
 
 
-
-
 def test_the_same_seed_gives_the_same_trace_in_other_processes():
     command = [sys.executable, "-m", "scenarios", "run", "first-light", "--seed", "7", "--json"]
     results = []

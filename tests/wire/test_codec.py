@@ -5,6 +5,7 @@ import struct
 import tracemalloc
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,8 +15,18 @@ from echo2p2p.limits import MESSAGE_BINARY_BYTES_MAX, MESSAGE_ITEMS_MAX, MESSAGE
 from echo2p2p.testing.examples import EXAMPLES
 from echo2p2p.testing.strategies import all_messages
 from echo2p2p.wire import codec
-from echo2p2p.wire.messages import Goodbye, Offer, Ping, Proof, Refusal, RelayFrame
+from echo2p2p.wire.messages import (
+    Goodbye,
+    Lease,
+    Offer,
+    Ping,
+    Proof,
+    Refusal,
+    RelayFrame,
+    Upload,
+)
 
+LEASE = next(example for example in EXAMPLES if isinstance(example, Lease))
 PING = codec.encode(Ping(nonce=7))
 kinds = st.sampled_from([*all_messages(), RelayFrame])
 plain_values = st.recursive(
@@ -109,12 +120,26 @@ def test_the_limits_are_limits():
     assert "exceeds" in refused(
         codec.encode(Proof(signature=bytes(MESSAGE_BINARY_BYTES_MAX + 1))), Proof
     )
-    items = msgpack.packb({"t": "ping", "nonce": [0] * (MESSAGE_ITEMS_MAX + 1)})
-    assert "exceeds" in refused(items)
+    seeds = [0] * (MESSAGE_ITEMS_MAX + 1)
+    lease = msgspec.structs.replace(LEASE, seeds=seeds)
+    assert "exceeds" in refused(codec.encode(lease), Lease)
+
+
+@pytest.mark.parametrize("item", [b"\x90", b"\x80", b"\x91\xc0"], ids=["lists", "maps", "nested"])
+def test_a_bomb_of_small_objects_is_refused_before_they_are_made(item):
+    """Eight such megabytes would be 600 MB of Python objects."""
+    bomb = b"\x81\xa7samples\xdc\x00\x20" + (b"\xdc\xff\xff" + item * 65535) * 32
+    tracemalloc.start()
+    try:
+        refused(bomb, Upload)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1_000_000
 
 
 def test_keys_must_be_text():
-    assert "map key" in refused(b"\x82\xa1t\xa4ping\x05\x01")
+    assert "got `int`" in refused(b"\x82\xa1t\xa4ping\x05\x01")
     refused(b"\x82\xc4\x01t\xa4ping\xa5nonce\x01")
 
 

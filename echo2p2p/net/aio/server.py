@@ -1,8 +1,8 @@
 """The HTTP server: aiohttp parses, a trio task answers.
 
-Refused before it costs memory: bodies longer than their route allows, more bodies at once than
-`HttpLimits` has room for, connections beyond a number, clients that send or read too slowly. What
-arrives compressed is not inflated.
+Refused before it costs memory: what the route does not admit (`Route.admit`), bodies longer than
+their route allows, more bodies at once than `HttpLimits` has room for, in all or of one client,
+anything compressed, connections beyond a number, clients that send or read too slowly.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import logging
 import socket
 import ssl
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import aiohttp
@@ -31,24 +32,26 @@ from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsS
 
 REQUEST_REFUSED: Final = "http.request_refused"
 
-HANDSHAKE_S: Final = 10.0
-"""A TLS handshake takes three packets; connections in it are not counted yet."""
-
 
 @dataclass(frozen=True)
 class HttpLimits:
     """What a server puts up with."""
 
-    connections_max: int = 1000
-    """More are cut at once; below the usual limit of 1024 open files."""
+    connections_max: int = 8192
+    """More are cut at once. A peer has up to eight, most of them in long polls; whoever serves
+    makes sure that so many files may be open (`echo2p2p.net.open_files`)."""
     bodies_bytes_max: int = 512 * MIB
     """Bodies in memory at once, of all requests; beyond that 503."""
+    bodies_bytes_max_each: int = 96 * MIB
+    """The same of whoever `Route.admit` has named, beyond that 429: one of the longest fits."""
     idle_s: float = 30.0
     """A connection on which no whole request head arrives for this long is closed; clients of ours
     let go after 15 s, so that they never use a connection that is being closed."""
     transfer_s: float = 30.0
     """A body, or an answer, may take this long plus its length at ``transfer_bytes_per_s_min``."""
     transfer_bytes_per_s_min: float = 16.0 * KIB
+    handshake_s: float = 10.0
+    """A TLS handshake takes three packets; connections in it are not counted yet."""
     close_s: float = 1.0
     """Time for answers under way when the server closes."""
 
@@ -111,6 +114,7 @@ class _Serving:
         self._journal = journal
         self._limits = limits
         self._bodies_bytes = 0
+        self._bodies_bytes_of: Counter[str] = Counter()
         self._web: _LimitedServer | None = None
         self._server: asyncio.Server | None = None
         self.nursery: trio.Nursery | None = None
@@ -139,7 +143,7 @@ class _Serving:
                 ssl=context,
                 backlog=512,
                 start_serving=False,
-                ssl_handshake_timeout=None if context is None else HANDSHAKE_S,
+                ssl_handshake_timeout=None if context is None else self._limits.handshake_s,
                 ssl_shutdown_timeout=None if context is None else self._limits.close_s,
             )
         except OSError as error:
@@ -172,24 +176,42 @@ class _Serving:
         found = self._router.find(request.method, request.path)
         if isinstance(found, Response):
             return await self._send(request, found)
-        allowed = found.route.body_bytes_max
+        route = found.route
+        head = _head(request, found)
+        who = routing.look_at_head(route, head)
+        if isinstance(who, Response):
+            return await self._send(request, who)
+        allowed = route.body_bytes_max
         wanted = request.content_length
         if wanted is None:
             wanted = allowed if request.can_read_body else 0
         elif wanted > allowed:
-            return await self._send(request, routing.body_too_long(found.route))
-        if self._bodies_bytes + wanted > self._limits.bodies_bytes_max:
-            detail = "too many bodies at once: send it again later"
-            busy = routing.refusal(503, routing.REASON_BUSY, detail, retry_after_s=2.0)
-            return await self._send(request, busy)
+            return await self._send(request, routing.body_too_long(route))
+        if (full := self._full(who, wanted)) is not None:
+            return await self._send(request, full)
         self._bodies_bytes += wanted
+        self._bodies_bytes_of[who] += wanted
         try:
-            return await self._send(request, await self._answer(request, found))
+            return await self._send(request, await self._answer(request, route, head))
         finally:
             self._bodies_bytes -= wanted
+            self._bodies_bytes_of[who] -= wanted
+            if not self._bodies_bytes_of[who]:
+                del self._bodies_bytes_of[who]
 
-    async def _answer(self, request: web.BaseRequest, found: routing.Match) -> Response:
-        route = found.route
+    def _full(self, who: str, wanted: int) -> Response | None:
+        """Return the refusal if there is no room for ``wanted`` more bytes now."""
+        limits = self._limits
+        if self._bodies_bytes + wanted > limits.bodies_bytes_max:
+            detail = "too many bodies at once: send it again later"
+            return routing.refusal(503, routing.REASON_BUSY, detail, retry_after_s=2.0)
+        under_way = self._bodies_bytes_of[who] if who else 0
+        # A body by itself is always taken: its route has said how long it may be.
+        if under_way and under_way + wanted > limits.bodies_bytes_max_each:
+            return routing.too_much_at_once()
+        return None
+
+    async def _answer(self, request: web.BaseRequest, route: Route, head: Request) -> Response:
         try:
             body = await self._read(request, route.body_bytes_max)
         except _BodyTooLongError:
@@ -199,20 +221,8 @@ class _Serving:
             return routing.refusal(408, routing.REASON_BODY_TOO_SLOW, detail, retry_after_s=1.0)
         except aiohttp.ClientError as error:
             raise ConnectionResetError("the body broke off") from error
-        ssl_object = request.get_extra_info("ssl_object")
-        exchange = _Exchange(
-            route,
-            Request(
-                method=request.method,
-                path=request.path,
-                query={**request.query, **found.parts},
-                headers={name.lower(): value for name, value in request.headers.items()},
-                body=body,
-                client=request.remote or "",
-                client_certificate=None if ssl_object is None else ssl_object.getpeercert(True),
-            ),
-            self._aio.loop.create_future(),
-        )
+        answer: asyncio.Future[Response] = self._aio.loop.create_future()
+        exchange = _Exchange(route, replace(head, body=body), answer)
         self._aio.tell_trio(functools.partial(self._start, exchange))
         try:
             return await exchange.answer
@@ -224,14 +234,16 @@ class _Serving:
         if not request.can_read_body:
             return b""
         begun = self._aio.loop.time()
-        body = bytearray()
+        chunks: list[bytes] = []
+        length = 0
         async with asyncio.timeout(self._limits.transfer_s) as patience:
             while chunk := await request.content.readany():
-                body += chunk
-                if len(body) > allowed:
+                chunks.append(chunk)
+                length += len(chunk)
+                if length > allowed:
                     raise _BodyTooLongError
-                patience.reschedule(begun + self._transfer_s(len(body)))
-        return bytes(body)
+                patience.reschedule(begun + self._transfer_s(length))
+        return b"".join(chunks)
 
     async def _send(self, request: web.BaseRequest, answer: Response) -> web.StreamResponse:
         response = web.Response(
@@ -262,12 +274,12 @@ class _Serving:
             self.nursery.start_soon(self._run_handler, exchange, name=exchange.route.path)
 
     async def _run_handler(self, exchange: _Exchange) -> None:
-        response = routing.closing()
+        response: Response | None = None
         try:
             with exchange.scope:
                 response = await self._run_guarded(exchange)
         finally:
-            self._finish(exchange, response)
+            self._finish(exchange, response or routing.closing())
 
     async def _run_guarded(self, exchange: _Exchange) -> Response:
         route = exchange.route
@@ -329,6 +341,18 @@ class AioHttpServer:
                 await self._aio.call(serving.close)
 
 
+def _head(request: web.BaseRequest, found: routing.Match) -> Request:
+    ssl_object = request.get_extra_info("ssl_object")
+    return Request(
+        method=request.method,
+        path=request.path,
+        query={**request.query, **found.parts},
+        headers={name.lower(): value for name, value in request.headers.items()},
+        client=request.remote or "",
+        client_certificate=None if ssl_object is None else ssl_object.getpeercert(True),
+    )
+
+
 def _bind_error(endpoint: Endpoint, error: OSError) -> ConfigError:
     where = f"cannot listen on {endpoint.host} port {endpoint.port}"
     if isinstance(error, socket.gaierror):
@@ -338,4 +362,7 @@ def _bind_error(endpoint: Endpoint, error: OSError) -> ConfigError:
         errno.EADDRNOTAVAIL: "not an address of this machine: use one that is, or 0.0.0.0",
         errno.EACCES: "not allowed: choose a port above 1023",
     }
-    return ConfigError("listen", f"{where}: {mends.get(error.errno or 0, str(error))}")
+    # Python 3.13 tries all addresses of a host, passes over those that are not this machine's, and
+    # then raises an error without a number.
+    number = errno.EADDRNOTAVAIL if error.errno is None else error.errno
+    return ConfigError("listen", f"{where}: {mends.get(number, str(error))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import contextlib
 import functools
 import threading
@@ -15,6 +16,7 @@ import outcome
 import trio
 
 from echo2p2p.errors import LinkError
+from echo2p2p.limits import KIB
 from echo2p2p.net.ports import Journal
 
 T = TypeVar("T")
@@ -23,6 +25,11 @@ LOOP_FAILED: Final = "http.loop_failed"
 
 CLOSE_S: Final = 2.0
 """How long the thread may take to end."""
+
+
+TLS_BUFFER_BYTES: Final = 64 * KIB
+"""Each TLS connection reads into a buffer of its own. asyncio's 256 KiB would be 2 GiB for 8192
+idle members, and reading is no faster with them."""
 
 
 class _Call(Generic[T]):
@@ -171,6 +178,7 @@ async def open_aio(
     ``journal`` gets stray errors of the loop, which otherwise go to the ``asyncio`` logger. A
     thread that does not end within ``close_s`` is given up; as a daemon it ends with the process.
     """
+    asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
     aio = AioThread(journal, close_s)
     aio.start()
     try:

@@ -250,7 +250,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(folder, tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(StoreError, match="No space left"):
+    with pytest.raises(StoreError, match="the disk is full: free some space"):
         learner.save(tmp_path / "deep" / "two")
     assert [path.name for path in target.parent.iterdir()] == ["one"]
     with pytest.raises(StoreError, match="never overwritten"):

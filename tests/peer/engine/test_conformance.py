@@ -164,10 +164,14 @@ async def forced_tokens_come_back_with_their_logprobs(engine, state):
         assert sample.finish == "length"
 
 
-async def a_senseless_lease_is_an_error_and_the_engine_goes_on(engine, state):
-    with pytest.raises(EngineError, match="lease odd"):
-        await engine.generate([make_lease("odd", seeds=(1,), samples=2)])
-    await engine.generate([make_lease()])
+async def a_senseless_lease_is_refused_and_the_others_are_answered(engine, state):
+    odd = make_lease("odd", seeds=(1,), samples=2)
+    answers = await engine.generate([make_lease("a"), odd, make_lease("b")])
+    assert [answer.lease_id for answer in answers] == ["a", "odd", "b"]
+    assert [len(answer.samples) for answer in answers] == [3, 0, 3]
+    assert [bool(answer.refused) for answer in answers] == [False, True, False]
+    [only] = await engine.generate([odd])
+    assert (only.samples, bool(only.refused)) == ((), True)
 
 
 CHECKS = [
@@ -177,7 +181,7 @@ CHECKS = [
     the_same_seed_gives_the_same_answer_in_any_company,
     other_weights_or_another_prompt_give_other_answers,
     forced_tokens_come_back_with_their_logprobs,
-    a_senseless_lease_is_an_error_and_the_engine_goes_on,
+    a_senseless_lease_is_refused_and_the_others_are_answered,
 ]
 
 

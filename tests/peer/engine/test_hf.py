@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from coordinator.learner.layout import layout_of, write_state
 from coordinator.model import TINY_QWEN3, prepare_model
-from echo2p2p.errors import EngineError
+from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
@@ -142,8 +142,8 @@ def test_samples_end_at_a_stop_token_or_at_their_limit(world):
     assert finishes == {"stop", "length"}
 
 
-def test_generation_ends_with_the_models_positions(world):
-    lease = make_lease("long", [5] * 125, tokens_max=50, stop_ids=[])
+def test_generation_may_go_to_the_models_last_position(world):
+    lease = make_lease("long", [5] * 125, tokens_max=3, stop_ids=[])
     for sample in world.engine.generate([lease])[0].samples:
         assert (sample.tokens.length, sample.finish) == (3, "length")
 
@@ -186,7 +186,8 @@ def test_forced_tokens_are_scored_and_not_sampled(world):
 @pytest.mark.parametrize(
     ("prompt", "changes", "problem"),
     [
-        ([5] * 128, {}, "a prompt of 128 tokens; the model takes 128"),
+        ([5] * 128, {}, "a prompt of 128 tokens and wants 12 more; the model takes 128 in all"),
+        ([5] * 125, {"tokens_max": 4}, "a prompt of 125 tokens and wants 4 more"),
         ([], {}, "a prompt of 0 tokens"),
         ([64], {}, "beyond the vocabulary"),
         ([5], {"forced": from_tokens([64])}, "beyond the vocabulary"),
@@ -197,9 +198,13 @@ def test_forced_tokens_are_scored_and_not_sampled(world):
         ([5], {"sampling": Sampling(temperature=0.0, top_p=1.0, top_k=0)}, "temperature"),
     ],
 )
-def test_a_lease_that_cannot_be_answered_is_named_before_any_work(world, prompt, changes, problem):
-    with pytest.raises(EngineError, match=f"lease odd .*{problem}"):
-        world.engine.generate([make_lease("fine", [5]), make_lease("odd", prompt, **changes)])
+def test_a_lease_that_cannot_be_answered_is_refused_alone(world, prompt, changes, problem):
+    odd, fine = make_lease("odd", prompt, **changes), make_lease("fine", [5])
+    refused, answered = world.engine.generate([odd, fine])
+    assert (refused.lease_id, refused.samples) == ("odd", ())
+    assert problem in refused.refused
+    assert (answered.lease_id, answered.refused) == ("fine", "")
+    assert tokens_of(answered) == tokens_of(world.engine.generate([fine])[0])
 
 
 def test_an_engine_without_weights_says_so(world):
@@ -214,7 +219,7 @@ def test_bfloat16_holds_the_weights_exactly_too(world):
     engine = world.make_engine(dtype="bfloat16")
     assert engine.prove() == state_digest(world.layout, world.state.view)
     assert world.make_engine(dtype="float16").prove() != engine.prove()
-    with pytest.raises(EngineError, match="dtype 'int3'"):
+    with pytest.raises(ConfigError, match=r"engine\.dtype: 'int3'"):
         world.make_engine(dtype="int3")
 
 

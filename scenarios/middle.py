@@ -49,6 +49,7 @@ from echo2p2p.wire.messages import (
     LeaseRequest,
     Measurements,
     Sample,
+    Sampling,
     Span,
     Upload,
     UploadReply,
@@ -205,6 +206,24 @@ def right_answers(lease: Lease, incarnation: int, *, version: int | None = None)
     )
 
 
+def loose_lease(name: str = "l", version: int = 0) -> Lease:
+    """Return a lease of two samples that no desk has given out, for engines alone."""
+    return Lease(
+        lease_id=name,
+        kind="train",
+        prompt=from_tokens([1, 9, 7, 8, 4]),
+        samples=2,
+        seeds=[1, 2],
+        sampling=Sampling(temperature=1.0, top_p=1.0, top_k=0),
+        tokens_max=8,
+        stop_ids=[2],
+        forced=None,
+        version=version,
+        deadline_s=60.0,
+        affinity=None,
+    )
+
+
 def sample(tokens: list[int], version: int) -> Sample:
     """Return a stopped sample of one span."""
     return Sample(
@@ -275,7 +294,7 @@ async def _build(
         tasks=tasks,
         info=info,
         settings=rollouts,
-        run_seed=0,
+        item_secret=bytes(32),
         entropy=entropy,
         journal=journal,
     )

@@ -1,0 +1,484 @@
+import contextlib
+import itertools
+import random
+
+import pytest
+import trio
+
+from echo2p2p.broadcast.overlay import Member as OverlayMember
+from echo2p2p.broadcast.overlay import plan_overlay
+from echo2p2p.errors import IntegrityError, LocalProtocolError, RemoteProtocolError
+from echo2p2p.ids import SOURCE
+from echo2p2p.net.connections import ConnectionSettings
+from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.redial import RedialSettings
+from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.testing.clock import run_virtual
+from echo2p2p.testing.network import SimNetwork
+from echo2p2p.testing.relays import RelayNet, RunKeys
+from echo2p2p.weights.assembly import Assembly
+
+RATE = 1_000_000.0
+LATENCY_S = 0.02
+
+
+@contextlib.asynccontextmanager
+async def relay_net(*peers, up=None, down=RATE, seed=0, **options):
+    """Yield a network and its relays: a source and peers, started but not linked."""
+    network = SimNetwork()
+    for name in ("source", *peers):
+        rate = (up or {}).get(name, RATE)
+        network.add_node(name, up_bytes_per_s=rate, down_bytes_per_s=down, latency_s=LATENCY_S)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(network.run)
+        yield network, RelayNet(nursery, network.node, seed=seed, **options)
+        nursery.cancel_scope.cancel()
+
+
+async def start_all(relays, *peers):
+    for name in ("source", *peers):
+        if name not in relays.members:
+            await relays.start(name)
+    relays.link_up()
+    await relays.wait_linked()
+
+
+def fluid_bound(size, peers, up=None, down=RATE):
+    rates = [(up or {}).get(name, RATE) for name in peers]
+    source = (up or {}).get("source", RATE)
+    return max(size / source, size / down, len(peers) * size / (source + sum(rates)))
+
+
+def duplicates(relays):
+    statistics = [member.node.statistics() for member in relays.peers]
+    received = sum(each.received_bytes for each in statistics)
+    return sum(each.duplicate_bytes for each in statistics) / received
+
+
+def names(count):
+    return [f"p{i}" for i in range(count)]
+
+
+# --- the figures of merit -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1_000_000), (3, 3_000_000), (8, 2_500_000)])
+async def test_a_delta_leaves_the_source_once_and_reaches_all_near_the_fluid_bound(
+    autojump_clock, count, size
+):
+    peers = names(count)
+    async with relay_net(*peers) as (_, relays):
+        await start_all(relays, *peers)
+        payload = relays.keys.payload(1, size)
+        seconds = await relays.broadcast(payload)
+        assert relays.source.node.statistics().relayed_bytes <= 1.1 * payload.size
+        assert duplicates(relays) <= 0.03
+        assert seconds <= 1.6 * fluid_bound(payload.size, peers)
+        if count > 1:
+            relayed = [member.node.statistics().relayed_bytes for member in relays.peers]
+            assert min(relayed) > 0.6 * max(relayed)
+
+
+async def test_an_anchor_is_pulled_from_source_and_peers(autojump_clock):
+    peers = names(4)
+    async with relay_net(*peers) as (_, relays):
+        await start_all(relays, *peers)
+        payload = relays.keys.payload(1, 2_000_000, anchor=True)
+        seconds = await relays.broadcast(payload, push=False)
+        assert relays.source.node.statistics().relayed_bytes <= 1.1 * payload.size
+        assert duplicates(relays) <= 0.03
+        assert seconds <= 1.6 * fluid_bound(payload.size, peers)
+
+
+async def test_a_slow_relay_holds_the_others_up_only_a_little(autojump_clock):
+    peers = names(3)
+    up = {"p2": 0.1 * RATE}
+    async with relay_net(*peers, up=up, down=2 * RATE) as (_, relays):
+        await start_all(relays, *peers)
+        payload = relays.keys.payload(1, 4_000_000)
+        seconds = await relays.broadcast(payload)
+        assert seconds <= 1.6 * fluid_bound(payload.size, peers, up, 2 * RATE)
+        shares = {m.name: m.node.statistics().relayed_bytes for m in relays.peers}
+        assert shares["p2"] < 0.3 * shares["p0"]
+
+
+async def test_a_fast_source_helps_slow_relays(autojump_clock):
+    peers = names(4)
+    up = {"source": 4 * RATE} | dict.fromkeys(peers, 0.25 * RATE)
+    async with relay_net(*peers, up=up, down=4 * RATE) as (_, relays):
+        await start_all(relays, *peers)
+        payload = relays.keys.payload(1, 8_000_000, chunk_bytes=32 * 1024)
+        seconds = await relays.broadcast(payload)
+        without = fluid_bound(payload.size, peers, up | {"source": RATE}, 4 * RATE)
+        assert seconds < without
+        assert relays.source.node.statistics().relayed_bytes > 1.5 * payload.size
+
+
+@pytest.mark.slow
+def test_beyond_a_mesh_the_source_still_sends_about_once():
+    async def run():
+        peers = names(18)
+        async with relay_net(*peers) as (_, relays):
+            for name in ("source", *peers):
+                await relays.start(name)
+            overlay = plan_overlay(
+                [OverlayMember(relays.peer_id(name), 1.0) for name in peers], rng=random.Random(0)
+            )
+            relays.link_up(overlay)
+            await relays.wait_linked(sum(map(len, overlay.values())) // 2 + len(peers))
+            payload = relays.keys.payload(1, 800_000)
+            seconds = await relays.broadcast(payload)
+            # So small a payload is mostly start and end; the source's share is what matters here.
+            assert relays.source.node.statistics().relayed_bytes <= 1.3 * payload.size
+            assert duplicates(relays) <= 0.05
+            assert seconds <= 2.5 * fluid_bound(payload.size, peers)
+
+    run_virtual(run, seed=1)
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+async def test_the_others_complete_when_a_relay_crashes_in_the_middle(autojump_clock):
+    peers = names(4)
+    async with relay_net(*peers) as (network, relays):
+        await start_all(relays, *peers)
+        payload = relays.keys.payload(1, 3_000_000)
+
+        async def crash():
+            await trio.sleep(1.5)
+            assert not relays.members["p1"].node.assembly(payload.manifest_id).complete
+            network.crash("p1")
+            relays.stop("p1")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(crash)
+            seconds = await relays.broadcast(payload, names=["p0", "p2", "p3"])
+        assert seconds <= 2 * fluid_bound(payload.size, peers)
+        assert relays.source.node.statistics().relayed_bytes <= 1.4 * payload.size
+
+
+class SilentNode(RelayNode):
+    """Takes and announces everything, answers pings, and never sends a chunk."""
+
+    def read_chunk(self, manifest_id, index):
+        return None
+
+
+async def test_the_others_complete_though_a_relay_sends_nothing(autojump_clock):
+    peers = names(4)
+    async with relay_net(*peers) as (_, relays):
+        await relays.start("p1", kind=SilentNode)
+        await start_all(relays, *peers)
+        payload = relays.keys.payload(1, 3_000_000)
+        seconds = await relays.broadcast(payload)
+        assert seconds <= 2.5 * fluid_bound(payload.size, peers)
+        assert relays.members["p1"].node.statistics().relayed_bytes == 0
+
+
+class TamperingStreams:
+    """A `Streams` port that turns over one bit in each long write."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def dial(self, endpoint, *, timeout_s):
+        return TamperingStream(await self.inner.dial(endpoint, timeout_s=timeout_s))
+
+    def listen(self, endpoint, accept):
+        return self.inner.listen(endpoint, lambda stream: accept(TamperingStream(stream)))
+
+
+class TamperingStream(trio.abc.Stream):
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def send_all(self, data):
+        data = bytearray(data)
+        if len(data) > 10_000:
+            data[len(data) // 2] ^= 0x40
+        await self.inner.send_all(data)
+
+    async def wait_send_all_might_not_block(self):
+        await self.inner.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes=None):
+        return await self.inner.receive_some(max_bytes)
+
+    async def aclose(self):
+        await self.inner.aclose()
+
+
+async def test_a_relay_that_corrupts_chunks_is_cut_off_and_hurts_nobody(autojump_clock):
+    peers = names(4)
+    async with relay_net(*peers) as (network, relays):
+        await relays.start("p1", streams=TamperingStreams(network.node("p1")))
+        await start_all(relays, *peers)
+        liar = relays.peer_id("p1")
+        payload = relays.keys.payload(1, 2_000_000)
+        seconds = await relays.broadcast(payload, names=["p0", "p2", "p3"])
+        assert seconds <= 3 * fluid_bound(payload.size, peers)
+        victims = [relays.members[name] for name in ("p0", "p2", "p3")]
+        caught = [member for member in victims if member.node.statistics().bad_chunks]
+        assert caught
+        for member in caught:
+            assert set(member.node.statistics().bad_chunks) == {liar}
+            assert liar not in {link.peer_id for link in member.node.statistics().links}
+            (violated,) = member.journal.named("link.violated")
+            assert violated.fields["peer"] == liar
+            assert violated.fields["violation"] == "malformed"
+        await trio.sleep(60)
+        for member in caught:
+            links = {link.peer_id for link in member.node.statistics().links}
+            assert liar not in links, "quarantined"
+            assert SOURCE in links
+
+
+async def test_a_manifest_that_the_run_did_not_sign_costs_the_link(autojump_clock):
+    async with relay_net("p0", "p1") as (_, relays):
+        await start_all(relays, "p0", "p1")
+        forged = RunKeys(seed=99).payload(1, 100_000)
+        relays.members["p1"].node.publish(forged.signed, forged.assembly, push=True)
+        await trio.sleep(1)
+        victim = relays.members["p0"]
+        assert victim.node.assembly(forged.manifest_id) is None
+        (violated,) = victim.journal.named("link.violated")
+        assert violated.fields == {
+            "peer": relays.peer_id("p1"),
+            "violation": "bad_signature",
+        }
+        links = {link.peer_id for link in victim.node.statistics().links}
+        assert links == {SOURCE}
+
+
+async def test_a_cut_link_comes_back_and_only_what_is_missing_is_sent(autojump_clock):
+    async with relay_net("p0") as (network, relays):
+        await start_all(relays, "p0")
+        payload = relays.keys.payload(1, 2_000_000)
+
+        async def cut():
+            await trio.sleep(1)
+            network.cut("source", "p0")
+            network.cut("p0", "source")
+            await trio.sleep(10)
+            assert relays.source.node.statistics().links == ()
+            network.heal("source", "p0")
+            network.heal("p0", "source")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cut)
+            seconds = await relays.broadcast(payload)
+        assert 11 < seconds < 30
+        sent = relays.source.node.statistics().relayed_bytes
+        assert sent <= payload.size + 400_000, "what was on its way, and no more"
+
+
+async def test_a_restarted_peer_replaces_its_old_link(autojump_clock):
+    async with relay_net("p0", "p1") as (network, relays):
+        await start_all(relays, "p0", "p1")
+        network.cut("p0", "source")
+        network.cut("source", "p0")
+        relays.stop("p0")
+        network.heal("p0", "source")
+        network.heal("source", "p0")
+        payload = relays.keys.payload(1, 200_000)
+        await relays.start("p0", incarnation=2)
+        relays.link_up()
+        await relays.wait_linked()
+        assert await relays.broadcast(payload) < 5
+
+
+# --- joining, following, forgetting -------------------------------------------------------------
+
+
+async def test_a_late_joiner_gets_anchor_and_deltas_from_peers(autojump_clock):
+    async with relay_net("p0", "p1", "late") as (_, relays):
+        await start_all(relays, "p0", "p1")
+        chain = [
+            (relays.keys.payload(0, 1_000_000, anchor=True), False),
+            (relays.keys.payload(1, 300_000), True),
+            (relays.keys.payload(2, 300_000), True),
+        ]
+        for payload, push in chain:
+            await relays.broadcast(payload, push=push)
+        await trio.sleep(5)
+        before = relays.source.node.statistics().relayed_bytes
+        late = await relays.start("late", wants=lambda header: False)
+        relays.link_up()
+        await relays.wait_linked()
+        start = trio.current_time()
+        for payload, push in chain:
+            late.node.follow(payload.signed, push=push)
+        for payload, _ in chain:
+            assembly = await late.node.wait_complete(payload.manifest_id)
+            assert assembly.payload() == payload.assembly.payload()
+        size = sum(payload.size for payload, _ in chain)
+        assert trio.current_time() - start <= 2 * size / RATE
+        assert relays.source.node.statistics().relayed_bytes - before <= 0.1 * size
+        assert late.node.holds() == [payload.manifest_id for payload, _ in chain]
+
+
+async def test_peers_that_cannot_be_dialled_are_served_and_relay(autojump_clock):
+    def listen(name):
+        return None if name in ("nat0", "nat1") else Endpoint(name, 0)
+
+    async with relay_net("nat0", "nat1", "open", listen=listen) as (_, relays):
+        for name in ("source", "nat0", "nat1", "open"):
+            await relays.start(name)
+        relays.link_up()
+        await relays.wait_linked(5)
+        await trio.sleep(1)
+        payload = relays.keys.payload(1, 1_000_000)
+        seconds = await relays.broadcast(payload)
+        assert seconds <= 3 * payload.size / RATE
+        links = {link.peer_id for link in relays.members["nat0"].node.statistics().links}
+        assert links == {SOURCE, relays.peer_id("open")}
+        assert relays.members["nat0"].node.statistics().relayed_bytes > 0.1 * payload.size
+
+
+async def test_what_is_not_wanted_is_neither_fetched_nor_passed_on(autojump_clock):
+    async with relay_net("p0", "p1") as (_, relays):
+        await relays.start("p1", wants=lambda header: header.version != 1)
+        await start_all(relays, "p0", "p1")
+        payload = relays.keys.payload(1, 300_000)
+        await relays.broadcast(payload, names=["p0"])
+        statistics = relays.members["p1"].node.statistics()
+        assert (statistics.received_bytes, statistics.relayed_bytes) == (0, 0)
+        assert relays.members["p1"].node.assembly(payload.manifest_id) is None
+        await relays.broadcast(relays.keys.payload(2, 100_000))
+
+
+async def test_a_forgotten_payload_is_gone_and_can_be_followed_again(autojump_clock):
+    async with relay_net("p0", "p1") as (_, relays):
+        await start_all(relays, "p0", "p1")
+        payload = relays.keys.payload(1, 300_000)
+        await relays.broadcast(payload)
+        node = relays.members["p0"].node
+        node.forget(payload.manifest_id)
+        node.forget(payload.manifest_id)
+        assert node.holds() == []
+        with pytest.raises(LocalProtocolError):
+            await node.wait_complete(payload.manifest_id)
+        await trio.sleep(1)
+        assert node.follow(payload.signed, push=True) == payload.manifest_id
+        assert node.follow(payload.signed, push=True) == payload.manifest_id
+        with trio.fail_after(10):
+            await node.wait_complete(payload.manifest_id)
+
+
+async def test_waiting_for_a_payload_that_is_forgotten_meanwhile_raises(autojump_clock):
+    async with relay_net("p0") as (_, relays):
+        await start_all(relays, "p0")
+        node = relays.members["p0"].node
+        key = node.follow(relays.keys.payload(7, 1000).signed, push=True)
+        with pytest.RaisesGroup(LocalProtocolError):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(node.wait_complete, key)
+                await trio.sleep(1)
+                node.forget(key)
+
+
+async def test_chunks_may_come_by_another_way_and_are_verified_too(autojump_clock):
+    async with relay_net("p0", "p1") as (_, relays):
+        await start_all(relays, "p0", "p1")
+        payload = relays.keys.payload(1, 50_000)
+        node = relays.members["p0"].node
+        key = node.follow(payload.signed, push=False)
+        with pytest.raises(IntegrityError) as caught:
+            node.accept_chunk(key, 0, b"wrong", "http")
+        assert caught.value.source == "http"
+        for index in range(payload.assembly.count):
+            node.accept_chunk(key, index, payload.assembly.chunk(index), "http")
+        assert node.holds() == [key]
+        with trio.fail_after(10):
+            other = relays.members["p1"].node
+            other.follow(payload.signed, push=False)
+            await other.wait_complete(key)
+        assert relays.source.node.statistics().relayed_bytes == 0
+
+
+async def test_a_peer_that_builds_a_payload_itself_serves_it(autojump_clock):
+    async with relay_net("p0", "p1") as (_, relays):
+        await start_all(relays, "p0", "p1")
+        payload = relays.keys.payload(1, 200_000, anchor=True)
+        ours, theirs = relays.members["p0"].node, relays.members["p1"].node
+        ours.follow(payload.signed, push=False)
+        theirs.follow(payload.signed, push=False)
+        await trio.sleep(3)
+        assert ours.holds() == []
+        whole = Assembly.whole(
+            payload.assembly.header, payload.assembly.payload(), payload.assembly.chunk(0)
+        )
+        ours.publish(payload.signed, whole, push=False)
+        with trio.fail_after(10):
+            await ours.wait_complete(payload.manifest_id)
+            await theirs.wait_complete(payload.manifest_id)
+
+
+async def test_a_manifest_of_another_run_cannot_be_followed(autojump_clock):
+    async with relay_net("p0") as (_, relays):
+        await relays.start("source")
+        node = (await relays.start("p0")).node
+        with pytest.raises(RemoteProtocolError):
+            node.follow(RunKeys(seed=5).payload(1, 1000).signed, push=True)
+
+
+async def test_a_changed_plan_closes_old_links_and_opens_new_ones(autojump_clock):
+    async with relay_net("p0", "p1", "p2") as (_, relays):
+        await start_all(relays, "p0", "p1", "p2")
+        ids = {name: relays.peer_id(name) for name in names(3)}
+        alone = {ids["p0"]: [ids["p1"]], ids["p1"]: [ids["p0"]], ids["p2"]: []}
+        relays.link_up(alone)
+        await trio.sleep(5)
+        links = {
+            name: {link.peer_id for link in relays.members[name].node.statistics().links}
+            for name in names(3)
+        }
+        assert links == {"p0": {SOURCE, ids["p1"]}, "p1": {SOURCE, ids["p0"]}, "p2": {SOURCE}}
+        relays.link_up()
+        await relays.wait_linked()
+
+
+async def test_a_neighbour_that_is_away_is_dialled_ever_more_rarely(autojump_clock):
+    redial = RedialSettings(first_s=1.0, longest_s=16.0)
+    settings = RelaySettings(connections=ConnectionSettings(redial=redial))
+    async with relay_net("p0", settings=settings) as (network, relays):
+        await start_all(relays, "p0")
+        network.crash("source")
+        relays.stop("source")
+        await trio.sleep(200)
+        failed = relays.members["p0"].journal.named("dial.retried")
+        gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(failed)]
+        assert 12 <= len(failed) <= 30
+        assert all(8 <= gap <= 17 for gap in gaps[6:])
+
+
+def test_two_runs_of_one_seed_are_the_same_run():
+    async def run():
+        async with relay_net("p0", "p1", "p2") as (_, relays):
+            await start_all(relays, "p0", "p1", "p2")
+            seconds = await relays.broadcast(relays.keys.payload(1, 500_000))
+            return seconds, [member.journal.digest() for member in relays.peers]
+
+    assert run_virtual(run, seed=3) == run_virtual(run, seed=3)
+
+
+# --- real sockets -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_three_nodes_on_real_sockets():
+    streams = TcpStreams()
+    async with trio.open_nursery() as nursery:
+        relays = RelayNet(
+            nursery, lambda name: streams, listen=lambda name: Endpoint("127.0.0.1", 0)
+        )
+        with trio.fail_after(60):
+            await start_all(relays, "p0", "p1")
+            payload = relays.keys.payload(1, 8_000_000, chunk_bytes=64 * 1024)
+            await relays.broadcast(payload)
+            anchor = relays.keys.payload(2, 8_000_000, chunk_bytes=1024 * 1024, anchor=True)
+            await relays.broadcast(anchor, push=False)
+        assert relays.source.node.statistics().relayed_bytes <= 1.2 * (payload.size + anchor.size)
+        nursery.cancel_scope.cancel()
