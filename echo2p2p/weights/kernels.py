@@ -27,6 +27,9 @@ from echo2p2p.weights.ordered import CLASSES, class_table, differences, exponent
 PIECE_ELEMENTS: Final = 1 << 18
 """What the numpy loops take at a time, so that their temporaries stay in a core's cache."""
 
+COMPILED_FROM_BYTES: Final = 1 << 25
+"""From states of this size on `warm_up` pays: numpy needs half a second for this one."""
+
 _compiled: Any = None
 """The module of compiled loops, once warmed up."""
 

@@ -107,3 +107,26 @@ def choose_policy(
         for name, (encode, send) in seconds.items()
     )
     return Choice(chosen, f"{chosen.name} at {bytes_per_s:.3g} B/s: {told}")
+
+
+class PolicyChooser:
+    """Chooses a policy for each publication, and learns from each.
+
+    Attributes:
+        choice: The newest.
+    """
+
+    def __init__(self) -> None:
+        self.choice = Choice(SMALLEST, f"{SMALLEST.name}: nothing was published yet")
+        self._experience: dict[str, Experience] = {}
+
+    def choose(self, raw_bytes: int, bytes_per_s: float | None) -> Choice:
+        """Return the policy of the next delta; see `choose_policy`."""
+        self.choice = choose_policy(
+            raw_bytes, bytes_per_s or 0.0, self._experience, last=self.choice.policy
+        )
+        return self.choice
+
+    def learn(self, *, raw_bytes: int, coded_bytes: int, encode_s: float) -> None:
+        """Take note of how the policy that was chosen last has done."""
+        self._experience[self.choice.policy.name] = Experience(raw_bytes, coded_bytes, encode_s)

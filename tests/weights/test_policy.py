@@ -1,7 +1,7 @@
 import pytest
 
 from echo2p2p.weights.forms import Form
-from echo2p2p.weights.policy import QUICKEST, SMALLEST, Experience, choose_policy
+from echo2p2p.weights.policy import QUICKEST, SMALLEST, Experience, PolicyChooser, choose_policy
 
 EXPERIENCE = {
     SMALLEST.name: Experience(raw_bytes=1000, coded_bytes=10, encode_s=1.0),
@@ -48,3 +48,14 @@ def test_an_untried_policy_is_guessed_so_that_a_fast_link_tries_it():
 
 def test_quickest_is_without_tight_only():
     assert frozenset(Form) - QUICKEST.forms == {Form.TIGHT}
+
+
+def test_a_chooser_tries_the_quick_policy_on_a_fast_link_and_goes_back_if_it_is_slow():
+    chooser = PolicyChooser()
+    raw = 8_000_000_000
+    assert chooser.choose(raw, None).policy is SMALLEST
+    chooser.learn(raw_bytes=raw, coded_bytes=40_000_000, encode_s=7.0)
+    assert chooser.choose(raw, 1e10).policy is QUICKEST
+    chooser.learn(raw_bytes=raw, coded_bytes=60_000_000, encode_s=30.0)
+    assert chooser.choose(raw, 1e10).policy is SMALLEST
+    assert "smallest at 1e+10 B/s" in chooser.choice.why
