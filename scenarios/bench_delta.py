@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--params", type=_count, default=PARAMETERS, help="of the model, like 50M (default: 12M)"
     )
     parser.add_argument(
-        "--lr", type=float, nargs="+", default=list(LEARNING_RATES), help="learning rates"
+        "--lr", type=_rates, nargs="+", action="extend", help="learning rates (default: four)"
     )
     parser.add_argument("--threads", type=int, default=2, help="of the training (default: 2)")
     parser.add_argument("--repeat", type=int, default=3, help="runs, best counts (default: 3)")
@@ -125,7 +125,10 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def _measure_all(arguments: argparse.Namespace) -> list[Row]:
-    kernels.warm_up()
+    if not kernels.warm_up():
+        print("numba is missing: these are the numpy loops' speeds", file=sys.stderr)
+    if "zipnn" not in {rival.name for rival in rivals()}:
+        print("zipnn is not installed: it is left out", file=sys.stderr)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for pair in _pairs(arguments, Path(folder)):
@@ -208,13 +211,13 @@ def _pairs(arguments: argparse.Namespace, scratch: Path) -> Iterator[Pair]:
     if arguments.traces is None:
         command = [sys.executable, "-P", "-m", "coordinator.learner.trace", str(folder)]
         command += ["--params", str(arguments.params), "--threads", str(arguments.threads)]
-        command += ["--lr", *(f"{lr:g}" for lr in arguments.lr)]
+        command += ["--lr", *(f"{lr:g}" for lr in _chosen(arguments))]
         done = subprocess.run(command, stdout=sys.stderr, check=False)  # noqa: S603 - our own module
         if done.returncode:
             raise EchoError(f"making the traces failed with exit code {done.returncode}")
     table = msgspec.json.decode((folder / "layout.json").read_bytes(), type=LayoutTable)
     layout = Layout.from_table(table)
-    for lr in arguments.lr:
+    for lr in _chosen(arguments):
         for old in sorted(folder.glob(f"{lr:g}-*.old")):
             start = old.stem.removeprefix(f"{lr:g}-")
             yield Pair(lr, start, layout, old.read_bytes(), old.with_suffix(".new").read_bytes())
@@ -242,6 +245,23 @@ def _tell(pair: Pair, bounds: Bounds) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _chosen(arguments: argparse.Namespace) -> list[float]:
+    """Return the learning rates, each once, in order."""
+    given = [lr for group in arguments.lr or [LEARNING_RATES] for lr in group]
+    return list(dict.fromkeys(given))
+
+
+def _rates(text: str) -> list[float]:
+    """Parse ``1e-6`` or ``1e-6,1e-5``."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no learning rate") from error
+    if not all(0 < rate < 1 for rate in rates):
+        raise argparse.ArgumentTypeError("a learning rate is between 0 and 1")
+    return rates
 
 
 def _count(text: str) -> int:
