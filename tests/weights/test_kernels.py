@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2p2p.testing.states import AWKWARD_BF16, trained_step
-from echo2p2p.weights import kernels
+from echo2p2p.weights import compiled, kernels
 from echo2p2p.weights.kernels import Ranks
 from echo2p2p.weights.layout import DTYPES
 from echo2p2p.weights.ordered import class_table, plan_low
@@ -126,3 +126,20 @@ def test_ranks_that_lead_beyond_the_block_leave_changes_over():
                 kernels.take_ranks(DTYPES["bf16"], target, ranks, gaps, values)
         assert np.flatnonzero(target).tolist() == [5]
         assert ranks.at[0] == 1
+
+
+def test_elements_that_are_not_aligned_take_the_numpy_loop():
+    memory = np.zeros(2001, dtype=np.uint8)
+    old = memory[1:].view("<u2")
+    assert not old.flags.aligned
+    new = np.arange(1000, dtype="<u2") % 2
+    found = kernels.find(DTYPES["i16"], old, new)
+    assert found.where.tolist() == list(range(1, 1000, 2))
+
+
+def test_the_compiled_loops_are_used_once_warmed_up_and_can_be_put_aside():
+    assert kernels._compiled is compiled
+    with kernels.numpy_only():
+        assert kernels._compiled is None
+        assert kernels.find(DTYPES["bf16"], *states(1, 100, 0.5)).where.size
+    assert kernels._compiled is compiled
