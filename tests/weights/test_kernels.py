@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2p2p.testing.states import AWKWARD_BF16, trained_step
-from echo2p2p.weights import compiled, kernels
+from echo2p2p.weights import kernels
 from echo2p2p.weights.kernels import Ranks
 from echo2p2p.weights.layout import DTYPES
 from echo2p2p.weights.ordered import class_table, plan_low
@@ -137,9 +137,17 @@ def test_elements_that_are_not_aligned_take_the_numpy_loop():
     assert found.where.tolist() == list(range(1, 1000, 2))
 
 
-def test_the_compiled_loops_are_used_once_warmed_up_and_can_be_put_aside():
-    assert kernels._compiled is compiled
+def test_the_compiled_loops_are_used_once_warmed_up_and_can_be_put_aside(monkeypatch):
+    from echo2p2p.weights.compiled import find
+
+    calls = []
+    monkeypatch.setattr(
+        "echo2p2p.weights.compiled.find", lambda *arguments: calls.append(1) or find(*arguments)
+    )
+    old, new = states(1, 100, 0.5)
     with kernels.numpy_only():
-        assert kernels._compiled is None
-        assert kernels.find(DTYPES["bf16"], *states(1, 100, 0.5)).where.size
-    assert kernels._compiled is compiled
+        slow = kernels.find(DTYPES["bf16"], old, new)
+    assert not calls
+    fast = kernels.find(DTYPES["bf16"], old, new)
+    assert calls
+    assert np.array_equal(slow.where, fast.where)
