@@ -28,10 +28,11 @@ from echo2p2p.errors import IntegrityError, StoreError
 from echo2p2p.ids import Digest, Generation, ManifestId, RunId, Step, Version
 from echo2p2p.net.ports import Blobs, Journal, Offload
 from echo2p2p.net.relay import RelayNode
-from echo2p2p.weights import anchor, chain, chunks, delta
+from echo2p2p.weights import anchor, chain, chunks, delta, kernels
 from echo2p2p.weights.assembly import Assembly
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.manifest import build_header, manifest_id
+from echo2p2p.weights.policy import PolicyChooser
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record, sign_record
@@ -117,6 +118,7 @@ class Publisher:
         self._deltas, self._delta_bytes, self._delta_inverses = 0, 0, 0.0
         self._since_anchor = 0
         self._source_bytes_before = (0, 0)
+        self._chooser = PolicyChooser()
 
     @property
     def layout(self) -> Layout:
@@ -140,6 +142,8 @@ class Publisher:
             StoreError: The disk refused.
         """
         self._layout = layout
+        if layout.total_bytes >= kernels.COMPILED_FROM_BYTES:
+            await self._offload.run(kernels.warm_up)
         self._chain_id = layout.digest.hex()[:16]
         sent = await self._book.get("source_bytes")
         if sent is not None:
@@ -190,7 +194,7 @@ class Publisher:
         delta_bytes: int | None = None
         old = self._bits
         if latest is not None and old is not None:
-            payload = await self._offload.run(lambda: delta.encode_delta(layout, old, bits))
+            payload = await self._encode(old, bits)
             made.append(self._sign(payload, version, step, generation, digest, latest))
             delta_bytes = len(payload)
         due = old is None or chain.anchor_due(
@@ -219,10 +223,23 @@ class Publisher:
             generation=generation,
             delta_bytes=published.delta_bytes,
             anchor_bytes=published.anchor_bytes,
+            forms=self._chooser.choice.why,
         )
         await self._retain()
         await self._book.put("source_bytes", msgspec.json.encode(self.source_bytes))
         return published
+
+    async def _encode(self, old: bytearray, bits: bytearray) -> bytes:
+        """Return the delta, in the forms that the measured links and our own speed call for."""
+        layout, began = self.layout, trio.current_time()
+        policy = self._chooser.choose(layout.total_bytes, self._relay.relay_bytes_per_s).policy
+        work = partial(delta.encode_delta, layout, old, bits, policy=policy)
+        payload = await self._offload.run(work)
+        seconds = trio.current_time() - began
+        self._chooser.learn(
+            raw_bytes=layout.total_bytes, coded_bytes=len(payload), encode_s=seconds
+        )
+        return payload
 
     def _sizes(self, version: Version) -> list[tuple[Version | None, int]]:
         return [

@@ -19,6 +19,7 @@ from echo2p2p.net.relay import RelayNode
 from echo2p2p.weights.anchor import decode_anchor
 from echo2p2p.weights.assembly import Assembly
 from echo2p2p.weights.delta import apply_delta
+from echo2p2p.weights.kernels import COMPILED_FROM_BYTES, warm_up
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.manifest import manifest_id
 from echo2p2p.weights.state import state_digest
@@ -218,6 +219,8 @@ class Follower:
         size = layout.total_bytes
 
         def build() -> Digest:
+            if size >= COMPILED_FROM_BYTES:  # the first payload is an anchor, which needs no loop
+                warm_up()
             target = spare.view[:size]
             if header.base_version is None:
                 decode_anchor(layout, assembly.payload(), target)

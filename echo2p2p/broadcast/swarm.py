@@ -67,7 +67,8 @@ class Swarm:
         self._links: dict[PeerId, LinkState] = {}
         self._transfers: dict[ManifestId, Transfer] = {}
         self._picker = Picker(rng, self._settings)
-        self._rates = RelayRates()
+        self.rates = RelayRates()
+        """Of the relays that our chunks were dealt to."""
         self._uploads = Uploads(self._settings)
         self._flush_s = math.inf
         self._effects: list[Effect] = []
@@ -107,7 +108,7 @@ class Swarm:
         self._picker.link_closed(link)
         for transfer in self._transfers.values():
             transfer.forget(link, now)
-        self._rates.forget(link)
+        self.rates.forget(link)
         self._plan(now)
         self._pump(now)
         return self._take()
@@ -139,7 +140,7 @@ class Swarm:
         chunks = ChunkSet(count, held)
         dealer, late_s = None, self._settings.backlog_max_s
         if self._is_source and chunks.complete:
-            dealer = Dealer(count, chunk_bytes, self._rates, push=push, backlog_max_s=late_s)
+            dealer = Dealer(count, chunk_bytes, self.rates, push=push, backlog_max_s=late_s)
         transfer = self._transfers[manifest_id] = Transfer(
             manifest_id,
             count,

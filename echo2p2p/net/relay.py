@@ -288,6 +288,11 @@ class RelayNode:
         if payload is not None:
             self._store(manifest_id, payload, index, data, source)
 
+    @property
+    def relay_bytes_per_s(self) -> float | None:
+        """Mean rate at which relays pass our chunks on, as measured; ``None`` before that."""
+        return self._swarm.rates.mean()
+
     def statistics(self) -> RelayStatistics:
         """Return the counters."""
         swarm = self._swarm.statistics()

@@ -12,28 +12,36 @@ digest of chunk 0 differs, and a peer that checks it before it serves stays a pl
 from __future__ import annotations
 
 from echo2p2p.errors import IntegrityError
-from echo2p2p.weights.blocks import Block, Content, pack_blocks, ranges, read_blocks
-from echo2p2p.weights.forms import WHOLE_FORMS, Form, decode_block, encode_block
-from echo2p2p.weights.layout import DTYPES, Layout, elements_of, flat_bytes
+from echo2p2p.weights.blocks import Block, Content, anchor_ranges, pack_blocks, read_blocks
+from echo2p2p.weights.cuts import mapped
+from echo2p2p.weights.forms import WHOLE_FORMS, Form, decode_block, put_whole
+from echo2p2p.weights.layout import DTYPES, Layout, flat_bytes, segments_of
+from echo2p2p.weights.streams import StreamWriter
 
 
-def encode_anchor(layout: Layout, state: bytes | bytearray | memoryview) -> bytes:
+def encode_anchor(
+    layout: Layout, state: bytes | bytearray | memoryview, *, threads: int = 1
+) -> bytes:
     """Return the payload that holds all of ``state``; same state, same bytes.
 
     Raises:
         LocalProtocolError: A state of another length than the layout's.
     """
     flat = flat_bytes(layout, state)
-    blocks = []
-    for tensor, first, count in ranges(layout):
-        entry = layout.tensors[tensor]
-        elements = elements_of(flat, entry)[first : first + count]
-        form = Form.PLANES
-        body = encode_block(form, DTYPES[entry.dtype], elements, elements)
-        if len(body) >= elements.nbytes:
-            form, body = Form.RAW, elements.tobytes()
-        blocks.append(Block(tensor, first, count, form, body))
-    return pack_blocks(Content.ANCHOR, blocks)
+
+    def code(place: tuple[int, int, int]) -> Block:
+        index, first, count = place
+        sequence = layout.sequences[index]
+        dtype = DTYPES[sequence.dtype]
+        segments = segments_of(flat, sequence, first, count)
+        out, form = StreamWriter(), Form.PLANES
+        put_whole(out, form, dtype, segments)
+        if len(out) >= count * dtype.item_bytes:
+            out, form = StreamWriter(), Form.RAW
+            put_whole(out, form, dtype, segments)
+        return Block(index, first, count, form, out.body())
+
+    return pack_blocks(Content.ANCHOR, mapped(code, anchor_ranges(layout), threads))
 
 
 def decode_anchor(
@@ -42,6 +50,7 @@ def decode_anchor(
     target: memoryview | bytearray,
     *,
     source: str = "local",
+    threads: int = 1,
 ) -> None:
     """Fill ``target``, whatever it held, with the state.
 
@@ -53,11 +62,15 @@ def decode_anchor(
     """
     flat = flat_bytes(layout, target, writable=True)
     _check_cover(layout, payload, source)
-    for block in read_blocks(layout, payload, Content.ANCHOR, source=source):
-        entry = layout.tensors[block.tensor]
-        elements = elements_of(flat, entry)[block.first : block.first + block.count]
+
+    def decode(block: Block) -> None:
+        sequence = layout.sequences[block.sequence]
+        segments = segments_of(flat, sequence, block.first, block.count)
         body = memoryview(block.body)
-        decode_block(block.form, DTYPES[entry.dtype], body, elements, source=source)
+        decode_block(block.form, DTYPES[sequence.dtype], body, segments, source=source)
+
+    for _ in mapped(decode, read_blocks(layout, payload, Content.ANCHOR, source=source), threads):
+        pass
 
 
 def _check_cover(layout: Layout, payload: bytes | bytearray | memoryview, source: str) -> None:
@@ -67,6 +80,6 @@ def _check_cover(layout: Layout, payload: bytes | bytearray | memoryview, source
         if block.form not in WHOLE_FORMS:
             raise IntegrityError(f"anchor: a block of form {block.form.name}", source=source)
         held += block.count
-    wanted = sum(tensor.elements for tensor in layout.tensors)
+    wanted = sum(sequence.elements for sequence in layout.sequences)
     if held != wanted:
         raise IntegrityError(f"anchor: {held} elements of {wanted}", source=source)

@@ -86,6 +86,7 @@ class Assembly:
         self._index: bytes | None = None
         self._is_held = bytearray(self.count)
         self._missing = self.count
+        self._ready = 1
         self._waiting = _Waiting()
 
     @classmethod
@@ -156,6 +157,18 @@ class Assembly:
     def missing(self) -> list[int]:
         """Return the chunks that are not verified, ascending; waiting ones are among them."""
         return [index for index, flag in enumerate(self._is_held) if not flag]
+
+    @property
+    def ready_bytes(self) -> int:
+        """How many bytes of the payload are verified without a gap, from its start."""
+        while self._ready < self.count and self._is_held[self._ready]:
+            self._ready += 1
+        return min((self._ready - 1) * self.header.chunk_bytes, self.header.payload_bytes)
+
+    @property
+    def memory(self) -> memoryview:
+        """The payload's memory, read-only; only its first `ready_bytes` are certain."""
+        return self._payload.toreadonly()
 
     @property
     def complete(self) -> bool:

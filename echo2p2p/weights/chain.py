@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from echo2p2p.errors import LocalProtocolError
-from echo2p2p.ids import ManifestId, Version
+from echo2p2p.ids import Digest, ManifestId, Version
 
 ANCHOR_SHARE: Final = 0.25
 """An anchor is due when the deltas since the last one take this share of its bytes."""
+
+SKIP_SPANS: Final = (4, 16)
+"""Versions that a merged delta spans: one of 8 steps is half of what the 8 are (measured)."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +81,67 @@ def anchor_due(chain_bytes_since_anchor: int, anchor_bytes: int) -> bool:
     return chain_bytes_since_anchor >= ANCHOR_SHARE * anchor_bytes
 
 
-def retained(links: Iterable[Link], needed_from: AbstractSet[Version | None]) -> tuple[Link, ...]:
+def skip_bases(version: Version, spans: tuple[int, ...] = SKIP_SPANS) -> tuple[Version, ...]:
+    """Return the older versions that a merged delta to ``version`` starts from, nearest first.
+
+    Spans start at multiples of themselves, so that a long way is a few long spans and a tail; a
+    publisher needs to hold the bits of one version a span.
+    """
+    return tuple(
+        Version(version - span) for span in spans if version >= span and version % span == 0
+    )
+
+
+class SkipBases:
+    """The states that merged deltas start from: the last multiple of each span.
+
+    Holds references, not copies: each costs a state of memory once the publisher has moved on.
+    After a restart it is empty, and merged deltas start again at the next multiples.
+    """
+
+    def __init__(self, spans: tuple[int, ...] = SKIP_SPANS) -> None:
+        self._spans = spans
+        self._held: dict[int, tuple[Version, Digest, bytearray]] = {}
+
+    def due(self, version: Version) -> list[tuple[Version, Digest, bytearray]]:
+        """Return base, its digest and its bits of each merged delta to ``version``."""
+        wanted = skip_bases(version, self._spans)
+        held = {base: (base, digest, bits) for base, digest, bits in self._held.values()}
+        return [held[base] for base in wanted if base in held]
+
+    def published(self, version: Version, digest: Digest, bits: bytearray) -> None:
+        """Take note of a version; ``bits`` must not change from here on."""
+        for span in self._spans:
+            if version % span == 0:
+                self._held[span] = (version, digest, bits)
+
+
+def retained(
+    links: Iterable[Link],
+    needed_from: AbstractSet[Version | None],
+    *,
+    fetching: AbstractSet[ManifestId] = frozenset(),
+    spare_bytes: int = 0,
+) -> tuple[Link, ...]:
     """Return the links that must be kept, in order of version.
 
-    They are the newest anchor, every delta between it and the newest version, and the cheapest
-    path to the newest version from each of ``needed_from``: what live peers hold (``None``: a
-    joiner, who holds nothing). A holder that nothing leads on from needs nothing of us.
+    They are the newest anchor, every delta between it and the newest version, the cheapest
+    path to the newest version from each of ``needed_from``, and what somebody is in the middle of.
+    A holder that nothing leads on from needs nothing of us.
+
+    Args:
+        links: All.
+        needed_from: What live peers have acknowledged to hold (``None``: a joiner, who holds
+            nothing).
+        fetching: Payloads that a live peer is fetching, whatever path it is on.
+        spare_bytes: How many bytes of further links may stay, newest first, for peers that are
+            away and may come back.
     """
     ordered = _in_order(links)
     if not ordered:
         return ()
     newest = ordered[-1].version
-    keep: set[Link] = set()
+    keep = {link for link in ordered if link.manifest_id in fetching}
     anchors = [link for link in ordered if link.base_version is None]
     if anchors:
         start = anchors[-1].version
@@ -99,6 +151,12 @@ def retained(links: Iterable[Link], needed_from: AbstractSet[Version | None]) ->
         )
     for have in needed_from:
         keep.update(plan_path(ordered, have, newest) or ())
+    for link in reversed(ordered):
+        if link not in keep:
+            spare_bytes -= link.wire_bytes
+            if spare_bytes < 0:
+                break
+            keep.add(link)
     return tuple(link for link in ordered if link in keep)
 
 

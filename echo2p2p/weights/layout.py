@@ -11,8 +11,9 @@ unaligned views.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -94,18 +95,42 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """A contiguous part of a `Sequence`: elements ``first ..`` of it are at byte ``offset``."""
+
+    first: int
+    elements: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """All elements of one dtype, tensor after tensor: what the codec walks through.
+
+    A tensor alone is too short a stretch to code: its tables would outweigh its changes. So
+    stretches run on from tensor to tensor, past those of other dtypes.
+    """
+
+    dtype: str
+    elements: int
+    extents: tuple[Extent, ...]
+
+
+@dataclass(frozen=True)
 class Layout:
     """A checked table. Built only by `from_table` or `plan_layout`.
 
     Attributes:
         table: As it travels.
         tensors: Its entries, in order of offset.
+        sequences: Its dtypes' elements, by first appearance.
         total_bytes: Length of the flat state.
         digest: Of the table's canonical encoding.
     """
 
     table: LayoutTable
     tensors: tuple[Tensor, ...]
+    sequences: tuple[Sequence, ...]
     total_bytes: int
     digest: Digest
 
@@ -128,11 +153,12 @@ class Layout:
             offset += tensor.bytes
         if offset != table.total_bytes:
             raise _malformed(f"tensors take {offset} bytes, the table says {table.total_bytes}")
-        return cls(table, tuple(tensors), offset, digest_of(codec.encode(table)))
+        digest = digest_of(codec.encode(table))
+        return cls(table, tuple(tensors), _sequences(tensors), offset, digest)
 
 
 def plan_layout(
-    entries: Sequence[tuple[str, str, tuple[int, ...], tuple[str, ...]]],
+    entries: Iterable[tuple[str, str, tuple[int, ...], tuple[str, ...]]],
 ) -> Layout:
     """Lay out ``(name, dtype, shape, tied names)`` one after the other, in the given order.
 
@@ -160,7 +186,10 @@ def flat_bytes(
     Raises:
         LocalProtocolError: Another length than the layout's, or read-only where we must write.
     """
-    flat = np.frombuffer(state, dtype=np.uint8)
+    view = memoryview(state)
+    if not (writable or view.c_contiguous):
+        view = memoryview(view.tobytes())
+    flat = np.frombuffer(view, dtype=np.uint8)
     if flat.size != layout.total_bytes:
         raise LocalProtocolError(f"state of {flat.size} bytes, layout of {layout.total_bytes}")
     if writable and not flat.flags.writeable:
@@ -171,6 +200,40 @@ def flat_bytes(
 def elements_of(flat: NDArray[np.uint8], tensor: Tensor) -> NDArray[Any]:
     """Return the tensor's elements as unsigned integers, sharing memory with ``flat``."""
     return flat[tensor.offset : tensor.offset + tensor.bytes].view(DTYPES[tensor.dtype].bits)
+
+
+def segments_of(
+    flat: NDArray[np.uint8], sequence: Sequence, first: int, count: int
+) -> list[NDArray[Any]]:
+    """Return elements ``first .. first + count`` of a sequence, sharing memory with ``flat``."""
+    dtype = DTYPES[sequence.dtype]
+    at = bisect.bisect_right(sequence.extents, first, key=lambda extent: extent.first) - 1
+    segments = []
+    while count:
+        extent = sequence.extents[at]
+        taken = min(count, extent.first + extent.elements - first)
+        start = extent.offset + (first - extent.first) * dtype.item_bytes
+        segments.append(flat[start : start + taken * dtype.item_bytes].view(dtype.bits))
+        first, count, at = first + taken, count - taken, at + 1
+    return segments
+
+
+def _sequences(tensors: list[Tensor]) -> tuple[Sequence, ...]:
+    extents: dict[str, list[Extent]] = {}
+    for tensor in tensors:
+        if not tensor.elements:
+            continue
+        held = extents.setdefault(tensor.dtype, [])
+        first = held[-1].first + held[-1].elements if held else 0
+        if held and held[-1].offset + held[-1].elements * tensor.item_bytes == tensor.offset:
+            last = held.pop()
+            held.append(Extent(last.first, last.elements + tensor.elements, last.offset))
+        else:
+            held.append(Extent(first, tensor.elements, tensor.offset))
+    return tuple(
+        Sequence(dtype, held[-1].first + held[-1].elements, tuple(held))
+        for dtype, held in extents.items()
+    )
 
 
 def _checked(spec: TensorSpec, offset: int, names: set[str]) -> Tensor:

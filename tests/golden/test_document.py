@@ -19,10 +19,12 @@ from echo2p2p.errors import Violation
 from echo2p2p.rollouts.trajectory import Reason
 from echo2p2p.testing import examples, golden
 from echo2p2p.testing.strategies import all_messages
-from echo2p2p.weights.blocks import BLOCK_ELEMENTS, BLOCK_ELEMENTS_MAX
+from echo2p2p.weights.blocks import ANCHOR_BLOCK_ELEMENTS, BLOCK_ELEMENTS_MAX
 from echo2p2p.weights.forms import Form
 from echo2p2p.weights.layout import DTYPES
-from echo2p2p.weights.values import _RADIX
+from echo2p2p.weights.ordered import CLASSES
+from echo2p2p.weights.streams import PACKED_MAX
+from echo2p2p.weights.tight import CHANGES_MAX
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import CaReply, JoinReply, JoinRequest, MemberCard, Message
 
@@ -149,11 +151,16 @@ def test_the_forms_and_dtypes_are_the_codes():
 
 
 def test_numbers_in_the_text_are_the_codes():
-    assert "1 to 2^24 (encoders make 2^18)" in TEXT
-    assert (BLOCK_ELEMENTS_MAX, BLOCK_ELEMENTS) == (2**24, 2**18)
-    assert "1, 2, 3, 4 or 8" in TEXT
-    assert "256, 16,\n6, 4 or 2" in TEXT
-    assert _RADIX == {1: 256, 2: 16, 3: 6, 4: 4, 8: 2}
+    assert "elements, 1 to 2^28" in TEXT
+    assert BLOCK_ELEMENTS_MAX == 2**28
+    assert "blocks\nof 2^18 elements" in TEXT
+    assert ANCHOR_BLOCK_ELEMENTS == 2**18
+    assert "in parts of 2^18" in TEXT
+    assert PACKED_MAX == 2**18
+    assert "1 to min(count, 2^26)" in TEXT
+    assert CHANGES_MAX == 2**26
+    assert "1 + min(max(exponent - l, 0), 14)" in TEXT
+    assert CLASSES == 16
 
 
 # --- formulas, computed as the text says them ---------------------------------------------------
@@ -245,13 +252,13 @@ def test_the_index_is_the_digests_of_the_chunks(content):
 def test_the_delta_is_what_the_text_says_byte_by_byte():
     payload = value("delta payload")
     assert payload[:4] == b"EWD\0"
-    tensor, first, count, form, length = struct.unpack_from("<IQIBI", payload, 4)
-    assert (tensor, first, count, form) == (0, 0, 128, Form.FAST)
-    body = payload[4 + 21 :]
+    sequence, first, count, form, length = struct.unpack_from("<BQIBI", payload, 4)
+    assert (sequence, first, count, form) == (0, 0, 19, Form.FAST)
+    body = payload[4 + 18 :]
     assert len(body) == length
     stored_2, repeated_1 = 2 << 2 | 0, 1 << 2 | 2
     changed, gap_bytes, gaps = 2, 1, 2
-    planes = [0, repeated_1, 1, repeated_1, 0]  # values of way 0: low bytes all 1, high bytes all 0
+    planes = [repeated_1, 1, repeated_1, 0]  # low bytes all 1, high bytes all 0
     assert list(body) == [changed, gap_bytes, gaps, stored_2, 0, 17, *planes]
     bits = np.frombuffer(value("base state"), dtype="<u2").copy()
     zigzag = 1 + 1

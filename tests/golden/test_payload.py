@@ -8,14 +8,16 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pcodec import wrapped
 
 from echo2p2p.testing import examples, golden
 from echo2p2p.weights.anchor import encode_anchor
 from echo2p2p.weights.delta import encode_delta
+from echo2p2p.weights.forms import Form
 from echo2p2p.weights.layout import plan_layout
+from echo2p2p.weights.policy import FormPolicy
 
-RAW, FAST, DENSE, PLANES = 0, 2, 3, 4
-RADIX = {1: 256, 2: 16, 3: 6, 4: 4, 8: 2}
+RAW, TIGHT, FAST, DENSE, PLANES = 0, 1, 2, 3, 4
 FLOATS = {"bf16": (7, 0xFF), "f16": (10, 0x1F), "f32": (23, 0xFF)}
 WIDTHS = {"bf16": 16, "f16": 16, "f32": 32, "i8": 8, "i16": 16, "i32": 32, "i64": 64}
 
@@ -57,21 +59,17 @@ class Body:
         planes = [self.stream(count) for _ in range(bits // 8)]
         return [sum(plane[i] << 8 * p for p, plane in enumerate(planes)) for i in range(count)]
 
-    def values(self, count, bits, level=0):
-        if count == 0:
-            return []
-        digits = self.number()
-        if digits == 0:
-            return self.planes(count, bits)
-        assert level < 4
-        radix = RADIX[digits]
+    def packed(self, count, bits):
         values = []
-        for byte in self.stream(-(-count // digits)):
-            values += [byte // radix**place % radix for place in range(digits - 1, -1, -1)]
-        values = values[:count]
-        above = [place for place, value in enumerate(values) if value == radix - 1]
-        for place, excess in zip(above, self.values(len(above), bits, level + 1), strict=True):
-            values[place] += excess
+        while len(values) < count:
+            size = min(count - len(values), 2**18)
+            coded = self.take(self.number())
+            assert coded[0] == 0
+            part = np.zeros(size, dtype=f"<u{bits // 8}")
+            file, _ = wrapped.FileDecompressor.new(bytes([4, 1]))
+            chunk, read = file.chunk_decompressor(coded, f"u{bits}")
+            chunk.read_page_into(coded[read:], size, part)
+            values += part.tolist()
         return values
 
 
@@ -102,38 +100,52 @@ def decode_block(form, dtype, body, old):
             if gap != skip:
                 where.append(at)
                 at += 1
-        zigzags = [value + 1 for value in body.values(changed, bits)]
+        zigzags = [(value + 1) % (1 << bits) for value in body.planes(changed, bits)]
     else:
-        assert form == DENSE
-        bounds = [0] + [body.number() for _ in range(body.number())] + [256]
+        assert form in (TIGHT, DENSE)
         shift, mask = FLOATS.get(dtype, (0, 0))
-        exponents = [u >> shift & mask for u in old]
-        where, zigzags = [], []
-        for low, high in itertools.pairwise(bounds):
-            group = sorted(
-                (exponent, place)
-                for place, exponent in enumerate(exponents)
-                if low <= exponent < high
-            )
-            where += [place for _, place in group]
-            zigzags += body.values(len(group), bits)
+        low = body.number()
+        classes = [[] for _ in range(16)]
+        for place, u in enumerate(old):
+            exponent = u >> shift & mask
+            kind = 0 if exponent == 0 else 1 + min(max(exponent - low, 0), 14)
+            classes[kind].append(place)
+        counts = [len(places) for places in classes]
+        if form == TIGHT:
+            counts = [body.number() for _ in range(16)]
+        starts = body.number()
+        bounds = [0] + [kind for kind in range(1, 16) if starts >> kind & 1] + [16]
+        gaps, zigzags = [], []
+        for first, past in itertools.pairwise(bounds):
+            size = sum(counts[first:past])
+            if form == TIGHT:
+                gaps += body.packed(size, 32)
+            zigzags += body.packed(size, max(16, bits))
+        where = []
+        if form == DENSE:
+            where = [place for places in classes for place in places]
+        for kind in range(16) if form == TIGHT else ():
+            at = 0
+            for gap in gaps[len(where) :][: counts[kind]]:
+                where.append(classes[kind][at + gap])
+                at += gap + 1
     for place, zigzag in zip(where, zigzags, strict=True):
         new[place] = moved(old[place], zigzag, bits, is_float)
     return new
 
 
 def decode(payload, content, dtypes, state):
-    """Return the new state (a list of integers a tensor), and the forms that were met."""
+    """Return the new state (a list of integers a sequence), and the forms that were met."""
     assert payload[:4] == b"EW" + content + b"\0"
     at, forms = 4, []
     while at < len(payload):
-        tensor, first, count, form, length = struct.unpack_from("<IQIBI", payload, at)
-        body = Body(payload[at + 21 : at + 21 + length])
-        old = state[tensor][first : first + count]
-        state[tensor][first : first + count] = decode_block(form, dtypes[tensor], body, old)
+        sequence, first, count, form, length = struct.unpack_from("<BQIBI", payload, at)
+        body = Body(payload[at + 18 : at + 18 + length])
+        old = state[sequence][first : first + count]
+        state[sequence][first : first + count] = decode_block(form, dtypes[sequence], body, old)
         assert body.at == length
         assert len(old) == count
-        at += 21 + length
+        at += 18 + length
         forms.append(form)
     return state, forms
 
@@ -154,7 +166,7 @@ def test_the_golden_payloads_give_the_golden_state():
 
 @pytest.mark.parametrize(
     ("share", "reach", "form"),
-    [(0.0005, 2, FAST), (0.03, 2, FAST), (0.5, 2, DENSE), (0.9, 40, DENSE), (1.0, 2**15, RAW)],
+    [(0.0005, 2, FAST), (0.03, 2, FAST), (0.03, 2, TIGHT), (0.9, 40, DENSE), (1.0, 2**15, RAW)],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "i16"])
 def test_a_delta_of_each_form_is_read_alike(dtype, share, reach, form):
@@ -169,7 +181,8 @@ def test_a_delta_of_each_form_is_read_alike(dtype, share, reach, form):
         old = old.astype("<u2")
     step = rng.integers(-reach, reach + 1, count) * (rng.random(count) < share)
     new = (old + step.astype(np.int64)).astype("<u2")
-    payload = encode_delta(layout, old.tobytes(), new.tobytes())
+    policy = FormPolicy("one", frozenset({Form(form)}))
+    payload = encode_delta(layout, old.tobytes(), new.tobytes(), policy=policy)
     state, forms = decode(payload, b"D", [dtype], [old.tolist()])
     assert state == [new.tolist()]
     assert forms == [form]

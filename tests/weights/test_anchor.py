@@ -9,7 +9,7 @@ from echo2p2p.errors import IntegrityError
 from echo2p2p.ids import digest_of
 from echo2p2p.testing.states import random_layout, random_state, trained_step
 from echo2p2p.weights.anchor import decode_anchor, encode_anchor
-from echo2p2p.weights.blocks import BLOCK_ELEMENTS, Block, Content, pack_blocks
+from echo2p2p.weights.blocks import ANCHOR_BLOCK_ELEMENTS, Block, Content, pack_blocks
 from echo2p2p.weights.delta import apply_delta, encode_delta
 from echo2p2p.weights.forms import Form
 from echo2p2p.weights.layout import plan_layout
@@ -35,23 +35,27 @@ def test_an_anchor_of_any_state_is_exact_whatever_the_target_held(rng):
 
 
 def test_the_same_state_gives_the_same_bytes_however_it_was_reached():
-    layout = plan_layout([("w", "bf16", (BLOCK_ELEMENTS + 5,), ())])
-    base, result = trained_step(BLOCK_ELEMENTS + 5, deviation=0.02, step=1e-4, seed=4)
+    layout = plan_layout([("w", "bf16", (ANCHOR_BLOCK_ELEMENTS + 5,), ())])
+    base, result = trained_step(ANCHOR_BLOCK_ELEMENTS + 5, deviation=0.02, step=1e-4, seed=4)
     reached = bytearray(base)
     apply_delta(layout, encode_delta(layout, base, result), reached)
-    assert encode_anchor(layout, reached) == encode_anchor(layout, memoryview(result))
+    anchor = encode_anchor(layout, reached)
+    assert anchor == encode_anchor(layout, memoryview(result), threads=2)
+    target = bytearray(len(base))
+    decode_anchor(layout, anchor, target, threads=2)
+    assert target == result
 
 
 def test_an_anchor_of_trained_weights_saves_a_third():
     layout = plan_layout([("w", "bf16", (1 << 17,), ())])
     state, _ = trained_step(1 << 17, deviation=0.02, step=0, seed=5)
-    assert len(encode_anchor(layout, state)) < 0.675 * len(state)
+    assert len(encode_anchor(layout, state)) < 0.67 * len(state)
 
 
 def test_an_anchor_of_noise_costs_no_more_than_the_noise():
     layout = plan_layout([("w", "bf16", (50_000,), ()), ("x", "i32", (1000,), ())])
     state = random.Random(1).randbytes(layout.total_bytes)
-    assert len(encode_anchor(layout, state)) <= len(state) + 4 + 2 * 21
+    assert len(encode_anchor(layout, state)) <= len(state) + 4 + 2 * 18
 
 
 def test_an_empty_layout_has_an_anchor():
@@ -65,10 +69,10 @@ def test_the_bytes_of_a_fixed_anchor_never_change():
     layout = plan_layout([("w", "bf16", (3000,), ()), ("b", "f32", (40,), ())])
     words = (np.arange(3000) * 7 % 640 + 0x3C00).astype("<u2")
     state = words.tobytes() + bytes(range(160))
-    assert digest_of(encode_anchor(layout, state)).hex()[:32] == "8a15221a8a10f3bc3819fc371f2e833c"
+    assert digest_of(encode_anchor(layout, state)).hex()[:32] == "648e85227e973de8c3d0f7e6cc395b69"
 
 
-LAYOUT = plan_layout([("a", "bf16", (4,), ()), ("none", "bf16", (0,), ()), ("b", "bf16", (4,), ())])
+LAYOUT = plan_layout([("a", "bf16", (4,), ()), ("none", "bf16", (0,), ()), ("b", "f16", (4,), ())])
 
 
 @pytest.mark.parametrize(
@@ -77,11 +81,11 @@ LAYOUT = plan_layout([("a", "bf16", (4,), ()), ("none", "bf16", (0,), ()), ("b",
         pytest.param([], id="nothing"),
         pytest.param([Block(0, 0, 4, Form.RAW, bytes(8))], id="a tensor missing"),
         pytest.param(
-            [Block(0, 0, 4, Form.RAW, bytes(8)), Block(2, 1, 3, Form.RAW, bytes(6))],
+            [Block(0, 0, 4, Form.RAW, bytes(8)), Block(1, 1, 3, Form.RAW, bytes(6))],
             id="an element missing",
         ),
         pytest.param(
-            [Block(0, 0, 4, Form.RAW, bytes(8)), Block(2, 0, 4, Form.DENSE, b"\x00\x00\x06\x00")],
+            [Block(0, 0, 4, Form.RAW, bytes(8)), Block(1, 0, 4, Form.DENSE, b"\x01\x00")],
             id="a block that needs a base",
         ),
     ],

@@ -1,11 +1,25 @@
 import itertools
+import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2p2p.errors import LocalProtocolError
-from echo2p2p.weights.chain import Link, anchor_due, plan_path, retained
+from echo2p2p.ids import ManifestId, Version, digest_of
+from echo2p2p.weights.anchor import decode_anchor, encode_anchor
+from echo2p2p.weights.chain import (
+    Link,
+    SkipBases,
+    anchor_due,
+    plan_path,
+    retained,
+    skip_bases,
+)
+from echo2p2p.weights.delta import apply_delta, encode_delta
+from echo2p2p.weights.layout import plan_layout
+from echo2p2p.weights.state import state_digest
 
 
 def anchor(version, wire_bytes=100):
@@ -147,3 +161,130 @@ def test_forgetting_costs_no_holder_a_byte(links, holders):
     kept = retained(links, holders)
     for have in holders:
         assert plan_path(kept, have, newest) == plan_path(links, have, newest)
+
+
+def test_merged_deltas_start_at_multiples_of_their_span():
+    assert [skip_bases(version) for version in (0, 3, 4, 8, 16, 20, 32)] == [
+        (),
+        (),
+        (0,),
+        (4,),
+        (12, 0),
+        (16,),
+        (28, 16),
+    ]
+
+
+def test_skip_bases_holds_one_state_a_span_and_only_what_it_saw():
+    bases = SkipBases()
+    states = {version: bytearray([version]) for version in range(40)}
+    for version in range(2, 40):  # a publisher that was restarted at 2
+        wanted = [base for base in skip_bases(version) if base >= 2]
+        assert [(base, bits) for base, _, bits in bases.due(version)] == [
+            (base, states[base]) for base in wanted
+        ]
+        bases.published(version, bytes(32), states[version])
+
+
+def test_what_somebody_is_fetching_is_kept_whatever_else_there_is():
+    kept = retained(CHAIN, {4}, fetching={delta(0, 1).manifest_id})
+    assert delta(0, 1) in kept
+    assert delta(1, 2) not in kept
+
+
+def test_spare_bytes_keep_the_newest_of_what_nobody_needs():
+    assert retained(CHAIN, {4}, spare_bytes=9) == retained(CHAIN, {4})
+    needed = set(retained(CHAIN, {4}))
+    assert set(retained(CHAIN, {4}, spare_bytes=10)) == {delta(1, 2), *needed}
+    assert set(retained(CHAIN, {4}, spare_bytes=1000)) == set(CHAIN)
+
+
+class Publisher:
+    """Publishes random-walk weights with merged deltas and anchors; remembers each payload."""
+
+    def __init__(self, elements=3000):
+        self.layout = plan_layout([("w", "bf16", (elements,), ())])
+        self.masters = np.random.default_rng(1).normal(0, 0.02, elements).astype(np.float32)
+        self.draws = np.random.default_rng(2)
+        self.links, self.payloads, self.states = [], {}, []
+        self.bases = SkipBases()
+        self.since_anchor = self.anchor_bytes = 0
+
+    def publish(self):
+        version = Version(len(self.states))
+        self.masters += self.draws.normal(0, 3e-6, self.masters.size).astype(np.float32)
+        bits = bytearray((self.masters.view("<u4") >> 16).astype("<u2").tobytes())
+        bases = [base for base in self.bases.due(version) if base[0] != version - 1]
+        if version:
+            bases.append((version - 1, b"", self.states[-1]))
+        for base, _, old in bases:
+            size = self.add(base, version, encode_delta(self.layout, old, bits))
+        if not version or anchor_due(self.since_anchor + size, self.anchor_bytes):
+            self.anchor_bytes = self.add(None, version, encode_anchor(self.layout, bits))
+            self.since_anchor = 0
+        else:
+            self.since_anchor += size
+        self.bases.published(version, state_digest(self.layout, bits), bits)
+        self.states.append(bits)
+
+    def add(self, base, version, payload):
+        name = ManifestId(digest_of(payload + bytes([version]))[:16])
+        self.payloads[name] = payload
+        self.links.append(Link(name, version, base, len(payload)))
+        return len(payload)
+
+    def follow(self, path, state):
+        for link in path:
+            if link.base_version is None:
+                decode_anchor(self.layout, self.payloads[link.manifest_id], state)
+            else:
+                apply_delta(self.layout, self.payloads[link.manifest_id], state)
+        return state
+
+
+@pytest.mark.parametrize("spare_bytes", [0, 1 << 30])
+def test_a_peer_that_was_away_for_100_versions_comes_back_bit_exactly_at_the_least_cost(
+    spare_bytes,
+):
+    publisher = Publisher()
+    for _ in range(121):
+        publisher.publish()
+        publisher.links = list(
+            retained(publisher.links, {None, len(publisher.states) - 1}, spare_bytes=spare_bytes)
+        )
+    links, away, newest = publisher.links, Version(20), Version(120)
+    path = plan_path(links, away, newest)
+    state = publisher.follow(path, bytearray(publisher.states[away]))
+    assert state == publisher.states[newest]
+    cost = sum(link.wire_bytes for link in path)
+    joiners = plan_path(links, None, newest)
+    assert publisher.follow(joiners, bytearray(len(state))) == publisher.states[newest]
+    assert cost <= sum(link.wire_bytes for link in joiners)
+    merged = plan_path([link for link in links if link.base_version is not None], away, newest)
+    assert (merged is None) == (spare_bytes == 0)
+    if merged is not None:
+        assert cost <= sum(link.wire_bytes for link in merged)
+        assert len(merged) < 15
+
+
+def test_forgetting_never_takes_the_path_of_a_peer_that_comes_along_slowly():
+    publisher, rng = Publisher(500), random.Random(3)
+    holder, fetching = Version(0), None
+    state = None
+    for _ in range(60):
+        publisher.publish()
+        newest = Version(len(publisher.states) - 1)
+        busy = {fetching.manifest_id} if fetching else set()
+        publisher.links = list(retained(publisher.links, {holder, newest}, fetching=busy))
+        names = {link.manifest_id for link in publisher.links}
+        if fetching is not None:
+            assert fetching.manifest_id in names
+        if state is None:
+            state = bytearray(publisher.states[0])
+        if rng.random() < 0.4:
+            if fetching is not None:
+                state = publisher.follow([fetching], state)
+                holder, fetching = fetching.version, None
+                assert state == publisher.states[holder]
+            elif holder != newest:
+                fetching = plan_path(publisher.links, holder, newest)[0]

@@ -1,3 +1,4 @@
+import contextlib
 import tracemalloc
 
 import numpy as np
@@ -7,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2p2p.errors import IntegrityError
-from echo2p2p.weights.streams import StreamReader, StreamWriter
-from echo2p2p.weights.values import put_planes, put_values, take_planes, take_values
+from echo2p2p.weights.streams import PACKED_MAX, StreamReader, StreamWriter
 
 MAGICLESS = zstandard.FORMAT_ZSTD1_MAGICLESS
 
@@ -52,35 +52,66 @@ def test_a_skewed_stream_is_coded_near_its_entropy():
     assert len(written(draws.astype(np.uint8))) < 1.12 * 2 * 100_000 / 8
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 255, 4097, 20_000])
-@pytest.mark.parametrize("dtype", ["<u1", "<u2", "<u4", "<u8"])
-@pytest.mark.parametrize("scale", [0, 0.01, 0.3, 2, 1000])
-def test_values_of_any_spread_and_width_come_back(size, dtype, scale):
+@pytest.mark.parametrize("size", [0, 1, 2, 255, 4097, PACKED_MAX + 1])
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<u8"])
+@pytest.mark.parametrize("scale", [0, 0.01, 2, 1000])
+def test_packed_integers_of_any_spread_and_width_come_back(size, dtype, scale):
     top = float(np.iinfo(dtype).max) / 4
     draws = np.random.default_rng(size).exponential(scale, size)
     values = np.minimum(draws, top).astype(dtype)
     values[: size // 300] = np.iinfo(dtype).max
     out = StreamWriter()
-    put_values(out, values)
+    out.packed(values)
+    assert out.tables_bytes <= len(out)
     body = reader(out.body())
-    got = take_values(body, size, np.dtype(dtype))
+    got = np.zeros(size, dtype=dtype)
+    body.packed(got)
     body.end()
-    assert got.dtype == np.dtype(dtype)
     assert (got == values).all()
 
 
-def test_rare_ones_take_far_less_than_a_bit_each():
-    values = (np.random.default_rng(1).random(100_000) < 0.02).astype("<u2")
+def test_packed_integers_take_hardly_more_than_their_entropy():
+    values = np.minimum(np.random.default_rng(1).geometric(0.9, 100_000) - 1, 99).astype("<u2")
     out = StreamWriter()
-    put_values(out, values)
-    assert len(out.body()) < 100_000 / 8 * 0.25  # entropy: 0.141 bit
+    out.packed(values)
+    assert len(out) < 1.01 * 100_000 / 8 * 0.5211  # -(.9 log .9 + .1 log .1) / .9
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda body: body[:-1], "ends early"),
+        (lambda body: bytes([body[0] - 1]) + body[1:-1], "do not unpack"),
+        (lambda body: bytes([body[0] + 1]) + body[1:] + b"!", "another number"),
+        (lambda body: body[:1] + b"\x05" + body[2:], "mode that is not ours"),
+        (lambda body: b"\x00" + body[1:], "mode that is not ours"),
+    ],
+)
+def test_damaged_packed_integers_are_refused(damage, what):
+    out = StreamWriter()
+    out.packed(np.arange(60, dtype="<u2"))
+    with pytest.raises(IntegrityError, match=what) as caught:
+        reader(damage(out.body())).packed(np.zeros(60, dtype="<u2"))
+    assert caught.value.source == "mallory"
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=80), st.sampled_from(["<u2", "<u4", "<u8"]), st.integers(1, 300))
+def test_garbage_unpacks_or_is_refused(garbage, dtype, size):
+    body = written(len(garbage) + 1) + b"\x00" + garbage
+    got = np.zeros(size, dtype=dtype)
+    with contextlib.suppress(IntegrityError):
+        reader(body).packed(got)
+        again = np.ones(size, dtype=dtype)
+        reader(body).packed(again)
+        assert (got == again).all()
 
 
 def test_planes_come_back():
     values = np.arange(-5, 5, dtype="<i8").view("<u8")
     out = StreamWriter()
-    put_planes(out, values)
-    assert (take_planes(reader(out.body()), 10, np.dtype("<u8")) == values).all()
+    out.planes(values)
+    assert (reader(out.body()).planes(10, np.dtype("<u8")) == values).all()
 
 
 @pytest.mark.parametrize(
@@ -150,22 +181,6 @@ def test_a_bomb_costs_no_more_memory_than_the_honest_stream():
         assert tracemalloc.get_traced_memory()[1] < 1 << 18
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(written(5), id="five digits"),
-        pytest.param(written(3, np.array([216], np.uint8)), id="no digits"),
-        pytest.param(
-            written(2, np.array([255], np.uint8)) * 5 + written(0, *2 * [np.zeros(2, np.uint8)]),
-            id="too many levels",
-        ),
-    ],
-)
-def test_bad_values_are_refused(body):
-    with pytest.raises(IntegrityError):
-        take_values(reader(body), 2, np.dtype("<u2"))
 
 
 def test_bytes_behind_the_end_are_refused():
