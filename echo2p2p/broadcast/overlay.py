@@ -10,6 +10,7 @@ are kept: a link that exists costs nothing, a new one a handshake and an empty w
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -109,20 +110,36 @@ class _Graph:
 
 def _draw(graph: _Graph, members: Sequence[Member], degree: int, rng: random.Random) -> None:
     """Give every member its share: alternately by capacity and uniformly among the short ones."""
-    heavy = [max(member.capacity, 0.0) for member in members]
-    weights = heavy if sum(heavy) > 0 else [1.0] * len(members)
+    everybody = _Pool(members)
+    dialable = _Pool([member for member in members if member.dialable])
     for member in rng.sample(list(members), len(members)):
+        pool = everybody if member.dialable else dialable
+        if not pool.members:
+            continue
         for attempt in range(_ATTEMPTS * degree):
             if graph.degree(member) >= degree:
                 break
             if attempt % 2 == 0:
-                other = rng.choices(members, weights)[0]
+                other = pool.by_capacity(rng)
                 if graph.degree(other) >= 2 * degree:
                     continue
             else:
-                pair = rng.choice(members), rng.choice(members)
+                pair = rng.choice(pool.members), rng.choice(pool.members)
                 other = min(pair, key=graph.degree)
             graph.link(member, other)
+
+
+class _Pool:
+    """Members that one can be linked to, with their capacities added up once."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        heavy = [max(member.capacity, 0.0) for member in members]
+        self._sums = list(itertools.accumulate(heavy if sum(heavy) > 0 else [1.0] * len(heavy)))
+
+    def by_capacity(self, rng: random.Random) -> Member:
+        """Return one, drawn by its capacity."""
+        return rng.choices(self.members, cum_weights=self._sums)[0]
 
 
 def _connect(graph: _Graph, members: Sequence[Member], rng: random.Random) -> None:
