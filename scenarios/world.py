@@ -152,8 +152,8 @@ class World:
                 StepsOnlyGoBackByRollback(),
             ],
         )
-        self.network = SimNetwork()
-        self.http = SimHttp()
+        self.network = SimNetwork(self._entropy.rng("loss"))
+        self.http = SimHttp(links=self.network)
         self.disk = SimDisk()
         self.checkpoints: dict[str, bytes] = {}
         self.summary: Mapping[str, Any] | None = None
@@ -207,7 +207,7 @@ class World:
                 entropy=entropy,
                 journal=journal,
                 offload=InlineOffload(),
-                streams=self.network.node(COORDINATOR),
+                streams=self.network.streams(COORDINATOR),
                 make_http_server=lambda _: self.http.server(COORDINATOR, journal),
                 store=store,
                 blobs=self.disk.blobs(),
@@ -251,7 +251,7 @@ class World:
             entropy=entropy,
             journal=self.journal.bind(node=name),
             offload=InlineOffload(),
-            streams=self.network.node(name),
+            streams=self.network.streams(name),
             http=self.http.clients(name),
             memory=SimSharedMemory(),
             make_engine=lambda: FakeEngine(

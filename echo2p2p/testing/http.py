@@ -1,9 +1,10 @@
 """HTTP between simulated machines: the same requests, routes and refusals, in virtual time.
 
 `SimHttp` is the network. A machine is a host name; `server(host)` and `clients(host)` are its
-ports. A request takes the latency and its bytes' time each way; a machine can be crashed (whoever
-waits for it learns so, later callers are refused until it serves again) or two can be cut from each
-other (whoever waits, waits until the timeout). TLS is off in simulation.
+ports. A request takes the latency and its bytes' time each way: over the machines' lines and beside
+everything else there, if `SimLinks` are given; else over lines of its own. A machine can be crashed
+(whoever waits for it learns so, later callers are refused until it serves again) or two can be cut
+from each other (whoever waits, waits until the timeout). TLS is off in simulation.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import trio
 from echo2p2p.errors import ConfigError, HttpError
 from echo2p2p.net import routing
 from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsClient
+from echo2p2p.testing.links import SimLinks
 
 FIRST_FREE_PORT: Final = 40_000
+HEAD_BYTES: Final = 300
+"""Of a request or an answer, beside its body; TLS and TCP included."""
 
 
 @dataclass(eq=False)
@@ -86,11 +90,19 @@ class SimHttp:
     Args:
         latency_s: One way, between any two machines.
         bytes_per_s: Of one body on its way; bodies do not compete.
+        links: The machines' lines, which then decide instead of the other two.
     """
 
-    def __init__(self, latency_s: float = 0.02, bytes_per_s: float = float("inf")) -> None:
+    def __init__(
+        self,
+        latency_s: float = 0.02,
+        bytes_per_s: float = float("inf"),
+        *,
+        links: SimLinks | None = None,
+    ) -> None:
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s
+        self._links = links
         self._listeners: dict[Endpoint, _Listener] = {}
         self._next_port = FIRST_FREE_PORT
         self._cuts: set[frozenset[str]] = set()
@@ -150,9 +162,18 @@ class SimHttp:
         if self._listeners.get(endpoint) is listener:
             del self._listeners[endpoint]
 
-    async def travel(self, length: int) -> None:
-        """Wait for as long as a body of ``length`` bytes is under way."""
-        await trio.sleep(self.latency_s + length / self.bytes_per_s)
+    async def travel(self, sender: str, receiver: str, length: int, *, more: bool = False) -> None:
+        """Wait until ``length`` bytes are there; for ever if the two are cut.
+
+        ``more``: they follow their head at once; else the head is counted with them.
+        """
+        if self._links is not None:
+            lane = self._links.lane(sender, receiver, is_under_way=more)
+            await self._links.carry(lane, length if more else HEAD_BYTES + length)
+        else:
+            await trio.sleep(length / self.bytes_per_s + (0.0 if more else self.latency_s))
+        if self.is_cut(sender, receiver):
+            await trio.sleep_forever()
 
 
 class SimHttpServer:
@@ -243,20 +264,21 @@ class SimHttpClient:
 
     async def _exchange(self, request: Request) -> Response:
         network = self._network
-        await self._pass(0)
+        await self._there(0)
         listener = network.listener(self._endpoint)
         if listener is None:
-            await self._pass(0)
+            await self._back(0)
             raise HttpError(f"{self._url}: refused: nothing listens there")
         found = listener.router.find(request.method, request.path)
         if isinstance(found, Response):
-            return await self._back(found)
+            return await self._answer(found)
         who = routing.look_at_head(found.route, replace(request, body=b""))
         if isinstance(who, Response):
-            return await self._back(who)
+            return await self._answer(who)
         if len(request.body) > found.route.body_bytes_max:
-            return await self._back(routing.body_too_long(found.route))
-        await trio.sleep(len(request.body) / network.bytes_per_s)
+            return await self._answer(routing.body_too_long(found.route))
+        if request.body:
+            await self._there(len(request.body), more=True)
         if network.listener(self._endpoint) is not listener:
             raise HttpError(f"{self._url}: closed the connection before it had answered")
         request = replace(request, query={**request.query, **found.parts})
@@ -267,18 +289,18 @@ class SimHttpClient:
         finally:
             exchange.scope.cancel()
         if exchange.response is None:
-            await self._pass(0)
+            await self._back(0)
             raise HttpError(f"{self._url}: closed the connection before it had answered")
-        return await self._back(exchange.response)
+        return await self._answer(exchange.response)
 
-    async def _back(self, response: Response) -> Response:
-        await self._pass(len(response.body))
+    async def _answer(self, response: Response) -> Response:
+        await self._back(len(response.body))
         headers = {name.lower(): value for name, value in response.headers.items()}
         headers["content-type"] = response.content_type
         return replace(response, headers=headers)
 
-    async def _pass(self, length: int) -> None:
-        """Travel one way, or wait for ever if nothing passes."""
-        await self._network.travel(length)
-        if self._network.is_cut(self._host, self._endpoint.host):
-            await trio.sleep_forever()
+    async def _there(self, length: int, *, more: bool = False) -> None:
+        await self._network.travel(self._host, self._endpoint.host, length, more=more)
+
+    async def _back(self, length: int) -> None:
+        await self._network.travel(self._endpoint.host, self._host, length)

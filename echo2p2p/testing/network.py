@@ -1,22 +1,16 @@
-"""A network of machines in virtual time: `SimNetwork.node(name)` is a `Streams` port.
+"""Byte streams between simulated machines: `SimNetwork.streams(name)` is a `Streams` port.
 
-Each machine has an uplink and a downlink, both first-in first-out at a rate, and a distance to
-the middle of the network. A stream is cut into segments; a segment waits for its sender's uplink,
-travels both distances, waits for the receiver's downlink, and is then there. That is what decides
-a broadcast's speed; congestion control and loss are left out. A stream never has more than a
-window of bytes unread on its way, nor more than two segments waiting for the uplink (trio asks the
-kernel for as much, TCP_NOTSENT_LOWAT). Everything follows from the calls made: no randomness.
-
-`SimNetwork.run` must run in the background; it carries the segments.
+A stream is cut into segments, which travel as `echo2p2p.testing.links` says. It never has more than
+a window of bytes unread on its way, nor more than two segments waiting for the uplink (trio asks
+the kernel for as much, TCP_NOTSENT_LOWAT).
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
-import math
 import operator
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -26,8 +20,10 @@ import trio
 
 from echo2p2p.errors import ConfigError, LinkError
 from echo2p2p.net.ports import Endpoint
+from echo2p2p.testing.links import SEGMENT_BYTES, Lane, SimLinks, Traffic
 
-SEGMENT_BYTES: Final = 16 * 1024
+__all__ = ["SEGMENT_BYTES", "UNSENT_BYTES", "WINDOW_BYTES", "SimNetwork", "SimStream", "Traffic"]
+
 WINDOW_BYTES: Final = 256 * 1024
 UNSENT_BYTES: Final = 2 * SEGMENT_BYTES
 PORT_FIRST: Final = 49152
@@ -35,173 +31,76 @@ PORT_FIRST: Final = 49152
 Accept = Callable[[trio.abc.Stream], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of all streams of one machine since the start."""
-
-    sent_bytes: int
-    """Put on its uplink."""
-    received_bytes: int
-    """Off its downlink."""
-
-
 @dataclass(eq=False)
-class _Node:
+class _Machine:
+    """What one machine's processes have open."""
+
     name: str
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    latency_s: float
-    up_free_s: float = 0.0
-    down_free_s: float = 0.0
     alive: bool = True
     refuses: bool = False
-    sent_bytes: int = 0
-    received_bytes: int = 0
     listeners: dict[int, tuple[Accept, trio.Nursery]] = field(default_factory=dict)
     streams: set[SimStream] = field(default_factory=set)
     ports: itertools.count[int] = field(default_factory=lambda: itertools.count(PORT_FIRST))
 
 
-class SimNetwork:
-    """The machines and what is on the way between them."""
+class SimNetwork(SimLinks):
+    """The machines, their lines and their streams."""
 
-    def __init__(self) -> None:
-        self._nodes: dict[str, _Node] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self._earlier = trio.Event()
-        self._cuts: set[tuple[str, str]] = set()
-        self._held: dict[tuple[str, str], list[Callable[[], None]]] = {}
+    def __init__(self, rng: random.Random | None = None) -> None:
+        super().__init__(rng)
+        self._machines: dict[str, _Machine] = {}
+        self._numbers = itertools.count()
 
-    # --- what a scenario does -----------------------------------------------------------------
-
-    def add_node(
-        self,
-        name: str,
-        *,
-        up_bytes_per_s: float = math.inf,
-        down_bytes_per_s: float = math.inf,
-        latency_s: float = 0.0,
-    ) -> None:
-        """Add a machine; ``latency_s`` is one way, to the middle of the network."""
-        assert name not in self._nodes, name
-        self._nodes[name] = _Node(name, up_bytes_per_s, down_bytes_per_s, latency_s)
-
-    def node(self, name: str) -> SimStreams:
+    def streams(self, name: str) -> SimStreams:
         """Return the machine's `Streams` port; its host name is ``name``."""
-        return SimStreams(self, self._nodes[name])
-
-    def set_rates(self, name: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """Change a machine's rates for the segments that come from now on."""
-        node = self._nodes[name]
-        node.up_bytes_per_s, node.down_bytes_per_s = up_bytes_per_s, down_bytes_per_s
-
-    def cut(self, sender: str, receiver: str) -> None:
-        """Hold back all that ``sender`` sends to ``receiver``; one way, silent."""
-        self._cuts.add((sender, receiver))
-
-    def heal(self, sender: str, receiver: str) -> None:
-        """End a cut; what was held back goes on, in order."""
-        self._cuts.discard((sender, receiver))
-        for arrive in self._held.pop((sender, receiver), []):
-            self.after(0.0, arrive)
+        return SimStreams(self, self._machine(name))
 
     def refuse(self, name: str, *, refuses: bool = True) -> None:
         """Let ``name`` refuse new connections, or accept them again."""
-        self._nodes[name].refuses = refuses
+        self._machine(name).refuses = refuses
 
     def crash(self, name: str) -> None:
         """Kill the process: its streams break at both ends, its ports are closed.
 
         The tasks that play the machine are the scenario's to cancel. For a machine that vanishes
-        without a word use `cut` both ways with everybody.
+        without a word use `freeze`.
         """
-        node = self._nodes[name]
-        node.alive = False
-        node.listeners.clear()
-        for stream in sorted(node.streams, key=lambda s: s.number):
+        machine = self._machine(name)
+        machine.alive = False
+        machine.listeners.clear()
+        for stream in sorted(machine.streams, key=lambda s: s.number):
             stream.break_now()
-            other = stream.other
-            self._travel(node, other.node, 0, other.break_now)
-        node.streams.clear()
+            self.travel(stream.lane, 0, stream.other.break_now)
+        machine.streams.clear()
 
     def restart(self, name: str) -> None:
         """Let a crashed machine dial and listen again."""
-        self._nodes[name].alive = True
+        self._machine(name).alive = True
 
-    def traffic(self, name: str) -> Traffic:
-        """Return the machine's counters."""
-        node = self._nodes[name]
-        return Traffic(node.sent_bytes, node.received_bytes)
-
-    async def run(self) -> None:
-        """Carry segments until cancelled."""
-        while True:
-            now = trio.current_time()
-            while self._events and self._events[0][0] <= now:
-                heapq.heappop(self._events)[2]()
-            self._earlier = trio.Event()
-            with trio.move_on_at(self._events[0][0] if self._events else math.inf):
-                await self._earlier.wait()
-
-    # --- what streams do ----------------------------------------------------------------------
-
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Run ``action`` in ``delay_s`` seconds."""
-        when = trio.current_time() + delay_s
-        if not self._events or when < self._events[0][0]:
-            self._earlier.set()
-        heapq.heappush(self._events, (when, next(self._order), action))
-
-    def _travel(
-        self, sender: _Node, receiver: _Node, size: int, deliver: Callable[[], None]
-    ) -> float:
-        """Bring ``size`` bytes over; ``deliver`` runs when the last of them is there.
-
-        Returns:
-            Seconds until they have left.
-        """
-        now = trio.current_time()
-        sender.sent_bytes += size
-        sender.up_free_s = max(now, sender.up_free_s) + size / sender.up_bytes_per_s
-
-        def arrive() -> None:
-            if (sender.name, receiver.name) in self._cuts:
-                self._held.setdefault((sender.name, receiver.name), []).append(arrive)
-                return
-            now = trio.current_time()
-            start = max(now, receiver.down_free_s)
-            receiver.down_free_s = start + size / receiver.down_bytes_per_s
-            receiver.received_bytes += size
-            self.after(receiver.down_free_s - now, deliver)
-
-        self.after(sender.up_free_s - now + sender.latency_s + receiver.latency_s, arrive)
-        return sender.up_free_s - now
-
-    def travel(self, sender: SimStream, size: int, deliver: Callable[[], None]) -> float:
-        """Bring ``size`` bytes of ``sender`` to its other end; return when they have left."""
-        return self._travel(sender.node, sender.other.node, size, deliver)
-
-    async def connect(self, node: _Node, endpoint: Endpoint) -> trio.abc.Stream | None:
+    async def connect(self, machine: _Machine, endpoint: Endpoint) -> trio.abc.Stream | None:
         """Return our end of a new stream, or ``None`` if it is refused."""
-        other = self._nodes.get(endpoint.host)
-        if other is None or not node.alive:
+        if self.node(endpoint.host) is None or not machine.alive:
             await trio.lowlevel.checkpoint()
             return None
-        for sender, receiver in ((node, other), (other, node)):
-            arrived = trio.Event()
-            self._travel(sender, receiver, 0, arrived.set)
-            await arrived.wait()
+        other = self._machine(endpoint.host)
+        out, back = self.lane(machine.name, other.name), self.lane(other.name, machine.name)
+        await self.carry(out, 0)
+        await self.carry(back, 0)
         listener = other.listeners.get(endpoint.port)
-        if not (listener and other.alive and node.alive) or other.refuses:
+        if not (listener and other.alive and machine.alive) or other.refuses:
             return None
         accept, nursery = listener
-        ours, theirs = SimStream(self, node), SimStream(self, other)
+        ours = SimStream(self, machine, out, next(self._numbers))
+        theirs = SimStream(self, other, back, next(self._numbers))
         ours.other, theirs.other = theirs, ours
-        node.streams.add(ours)
+        machine.streams.add(ours)
         other.streams.add(theirs)
         nursery.start_soon(_serve, accept, theirs)
         return ours
+
+    def _machine(self, name: str) -> _Machine:
+        assert self.node(name) is not None, f"there is no machine {name}"
+        return self._machines.setdefault(name, _Machine(name))
 
 
 async def _serve(accept: Accept, stream: SimStream) -> None:
@@ -214,9 +113,9 @@ async def _serve(accept: Accept, stream: SimStream) -> None:
 class SimStreams:
     """`Streams` of one machine."""
 
-    def __init__(self, network: SimNetwork, node: _Node) -> None:
+    def __init__(self, network: SimNetwork, machine: _Machine) -> None:
         self._network = network
-        self._node = node
+        self._machine = machine
 
     async def dial(self, endpoint: Endpoint, *, timeout_s: float) -> trio.abc.Stream:
         """Connect to ``endpoint.host``, which is a machine's name.
@@ -226,7 +125,7 @@ class SimStreams:
         """
         stream: trio.abc.Stream | None = None
         with trio.move_on_after(timeout_s) as scope:
-            stream = await self._network.connect(self._node, endpoint)
+            stream = await self._network.connect(self._machine, endpoint)
         if stream is None:
             why = "timed out" if scope.cancelled_caught else "refused"
             raise LinkError(f"connecting to {endpoint.host}:{endpoint.port}: {why}")
@@ -239,30 +138,31 @@ class SimStreams:
         Raises:
             ConfigError: The port is taken.
         """
-        node = self._node
-        port = endpoint.port or next(node.ports)
-        if port in node.listeners:
+        machine = self._machine
+        port = endpoint.port or next(machine.ports)
+        if port in machine.listeners:
             raise ConfigError("relay.listen", f"port {port} is taken; choose another")
         async with trio.open_nursery() as nursery:
-            node.listeners[port] = mine = (accept, nursery)
+            machine.listeners[port] = mine = (accept, nursery)
             try:
-                yield Endpoint(node.name, port)
+                yield Endpoint(machine.name, port)
             finally:
-                if node.listeners.get(port) is mine:
-                    del node.listeners[port]
+                if machine.listeners.get(port) is mine:
+                    del machine.listeners[port]
                 nursery.cancel_scope.cancel()
 
 
 class SimStream(trio.abc.HalfCloseableStream):
     """One end of a stream."""
 
-    _numbers = itertools.count()
     other: SimStream
 
-    def __init__(self, network: SimNetwork, node: _Node) -> None:
+    def __init__(self, network: SimNetwork, machine: _Machine, lane: Lane, number: int) -> None:
         self._network = network
-        self.node = node
-        self.number = next(self._numbers)
+        self._machine = machine
+        self.lane = lane
+        """Of what we send."""
+        self.number = number
         self._arrived: deque[memoryview] = deque()
         self._eof = self._eof_sent = False
         self._broken = self._closed = self._other_closed = False
@@ -310,7 +210,7 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise trio.ClosedResourceError
         if not self._eof_sent:
             self._eof_sent = True
-            self._network.travel(self, 0, self.other.take_eof)
+            self._network.travel(self.lane, 0, self.other.take_eof)
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """Return what is there, waiting for something; ``b""`` at the end."""
@@ -341,9 +241,9 @@ class SimStream(trio.abc.HalfCloseableStream):
         if not self._closed:
             self._closed = True
             self._wake()
-            self.node.streams.discard(self)
+            self._machine.streams.discard(self)
             if not self._broken:
-                self._network.travel(self, 0, self.other.take_close)
+                self._network.travel(self.lane, 0, self.other.take_close)
         await trio.lowlevel.checkpoint()
 
     # --- called by the other end, after the way ------------------------------------------------
@@ -402,7 +302,7 @@ class SimStream(trio.abc.HalfCloseableStream):
         self._unread_bytes += len(segment)
         self._unsent_bytes += len(segment)
         other = self.other
-        leaves_s = self._network.travel(self, len(segment), lambda: other.take(segment))
+        leaves_s = self._network.travel(self.lane, len(segment), lambda: other.take(segment))
         self._network.after(leaves_s, lambda: self._left(len(segment)))
 
     def _left(self, count: int) -> None:

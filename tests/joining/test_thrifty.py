@@ -41,7 +41,7 @@ async def mesh(kind: type[RelayNode] = RelayNode, others: type[RelayNode] = Rela
         network.add_node(name, up_bytes_per_s=RATE, down_bytes_per_s=2 * RATE, latency_s=0.02)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(network.run)
-        relays = RelayNet(nursery, network.node)
+        relays = RelayNet(nursery, network.streams)
         for name in ("source", *PEERS):
             await relays.start(name, kind=kind if name == "p0" else others)
         relays.link_up()

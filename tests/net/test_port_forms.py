@@ -26,7 +26,7 @@ async def simulated():
     network.add_node("two", latency_s=0.001)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(network.run)
-        yield network.node("one"), network.node("two"), "one"
+        yield network.streams("one"), network.streams("two"), "one"
         nursery.cancel_scope.cancel()
 
 

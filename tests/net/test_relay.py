@@ -32,7 +32,7 @@ async def relay_net(*peers, up=None, down=RATE, seed=0, **options):
         network.add_node(name, up_bytes_per_s=rate, down_bytes_per_s=down, latency_s=LATENCY_S)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(network.run)
-        yield network, RelayNet(nursery, network.node, seed=seed, **options)
+        yield network, RelayNet(nursery, network.streams, seed=seed, **options)
         nursery.cancel_scope.cancel()
 
 
@@ -213,7 +213,7 @@ class TamperingStream(trio.abc.Stream):
 async def test_a_relay_that_corrupts_chunks_is_cut_off_and_hurts_nobody(autojump_clock):
     peers = names(4)
     async with relay_net(*peers) as (network, relays):
-        await relays.start("p1", streams=TamperingStreams(network.node("p1")))
+        await relays.start("p1", streams=TamperingStreams(network.streams("p1")))
         await start_all(relays, *peers)
         liar = relays.peer_id("p1")
         payload = relays.keys.payload(1, 2_000_000)

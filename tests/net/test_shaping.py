@@ -250,7 +250,7 @@ async def one_way(
         network = SimNetwork()
         network.add_node("left", latency_s=0.01)
         network.add_node("right", latency_s=0.01)
-        streams = (network.node("left"), network.node("right"))
+        streams = (network.streams("left"), network.streams("right"))
     chunk = memoryview(bytes(256 * 1024))
 
     async def take(stream: trio.abc.Stream) -> None:

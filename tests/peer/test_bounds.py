@@ -30,7 +30,7 @@ def make_relay() -> RelayNode:
         run_public_key=KEYS.run_public_key,
         sign=key.sign,
         card=KEYS.card("p"),
-        streams=network.node("p"),
+        streams=network.streams("p"),
         endpoint=None,
         wants=lambda _: False,
         journal=TraceJournal(),

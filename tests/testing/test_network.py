@@ -31,8 +31,8 @@ async def connected(network, dialler="a", listener="b", port=1):
         there.set()
         await trio.sleep_forever()
 
-    async with network.node(listener).listen(Endpoint("", port), accept) as endpoint:
-        ours = await network.node(dialler).dial(endpoint, timeout_s=10)
+    async with network.streams(listener).listen(Endpoint("", port), accept) as endpoint:
+        ours = await network.streams(dialler).dial(endpoint, timeout_s=10)
         await there.wait()
         yield ours, accepted[0]
 
@@ -119,7 +119,7 @@ async def test_a_crash_breaks_both_ends_and_closes_the_ports(autojump_clock):
         with pytest.raises(trio.BrokenResourceError):
             await theirs.send_all(b"x")
         with pytest.raises(LinkError, match="b:1: refused"):
-            await network.node("a").dial(Endpoint("b", 1), timeout_s=1)
+            await network.streams("a").dial(Endpoint("b", 1), timeout_s=1)
 
 
 async def test_after_a_close_the_rest_is_read_and_sending_fails(autojump_clock):
@@ -135,7 +135,7 @@ async def test_after_a_close_the_rest_is_read_and_sending_fails(autojump_clock):
 
 async def test_dialling_is_refused_or_times_out(autojump_clock):
     async with two_nodes() as network, connected(network):
-        node = network.node("a")
+        node = network.streams("a")
         with pytest.raises(LinkError, match="refused"):
             await node.dial(Endpoint("b", 2), timeout_s=1)
         with pytest.raises(LinkError, match="refused"):
@@ -154,7 +154,7 @@ async def test_a_taken_port_is_a_wrong_setting_and_port_zero_is_never_taken(auto
         pass
 
     async with two_nodes() as network, connected(network):
-        node = network.node("b")
+        node = network.streams("b")
         with pytest.raises(ConfigError, match="port 1 is taken"):
             async with node.listen(Endpoint("", 1), accept):
                 pass

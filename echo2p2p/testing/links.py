@@ -1,0 +1,253 @@
+"""What lies between simulated machines: uplinks, downlinks, distance, loss and silence.
+
+Each machine has an uplink and a downlink, both first-in first-out at a rate, a distance to the
+middle of the network and a share of packets that its line loses. Bytes travel in segments on a
+`Lane`, one direction of one connection, which keeps them in order. A lost packet is sent again a
+round trip later, costs its bytes twice and holds up what comes after it on its lane; and no lane is
+faster than loss allows (Mathis et al., 1997: 1.22 MSS / (RTT sqrt(p))). Queues have no end, so
+congestion shows as delay and not as loss.
+
+Machines can be cut from each other, one way or both, or frozen; what is on its way is held back
+and goes on afterwards. Without loss everything follows from the calls made; loss draws from the
+given generator. No function decides anything whose last bit differs between machines: IEEE 754
+fixes sums, products, quotients and square roots.
+
+`SimLinks.run` must run in the background; it carries the segments.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+SEGMENT_BYTES: Final = 16 * 1024
+PACKET_BYTES: Final = 1460
+"""Payload of an Ethernet packet with TCP (MSS)."""
+LOSS_MAX: Final = 0.5
+MATHIS: Final = 1.22
+FAST_RETRANSMIT_PACKETS: Final = 4
+"""So many packets behind a lost one tell at once that it is missing; else a timer must."""
+TIMER_MIN_S: Final = 0.2
+"""Least retransmission timeout, as in Linux."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one machine since the start."""
+
+    sent_bytes: int
+    """Put on its uplink, repetitions included."""
+    received_bytes: int
+    """Off its downlink."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One machine's line."""
+
+    name: str
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    latency_s: float
+    loss: float
+    up_free_s: float = 0.0
+    down_free_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Lane:
+    """One direction of one connection; what is put on it arrives in order."""
+
+    sender: Node
+    receiver: Node
+    free_s: float = 0.0
+    """When the next segment may leave, as far as loss limits the rate."""
+    reached_s: float = 0.0
+    """When the last segment reaches the receiver's line."""
+    is_under_way: bool = False
+    """The distance is behind it already: what follows a head without waiting for an answer."""
+
+
+class SimLinks:
+    """The machines' lines and what is on the way between them.
+
+    Args:
+        rng: Decides which packets are lost; needed only where one can be.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng
+        self._nodes: dict[str, Node] = {}
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._earlier = trio.Event()
+        self._cuts: set[tuple[str, str]] = set()
+        self._frozen: set[str] = set()
+        self._held: list[tuple[str, str, Callable[[], None]]] = []
+
+    # --- what a scenario does -----------------------------------------------------------------
+
+    def add_node(
+        self,
+        name: str,
+        *,
+        up_bytes_per_s: float = math.inf,
+        down_bytes_per_s: float = math.inf,
+        latency_s: float = 0.0,
+        loss: float = 0.0,
+    ) -> None:
+        """Add a machine; ``latency_s`` is one way, to the middle of the network."""
+        assert name not in self._nodes, name
+        assert 0 <= loss <= LOSS_MAX, loss
+        self._nodes[name] = Node(name, up_bytes_per_s, down_bytes_per_s, latency_s, loss)
+
+    def set_rates(self, name: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+        """Change a machine's rates for the segments that come from now on."""
+        node = self._nodes[name]
+        node.up_bytes_per_s, node.down_bytes_per_s = up_bytes_per_s, down_bytes_per_s
+
+    def set_quality(self, name: str, *, latency_s: float, loss: float) -> None:
+        """Change a machine's distance and loss for the segments that come from now on."""
+        assert 0 <= loss <= LOSS_MAX, loss
+        node = self._nodes[name]
+        node.latency_s, node.loss = latency_s, loss
+
+    def cut(self, sender: str, receiver: str) -> None:
+        """Hold back all that ``sender`` sends to ``receiver``; one way, silent."""
+        self._cuts.add((sender, receiver))
+
+    def heal(self, sender: str, receiver: str) -> None:
+        """End a cut; what was held back goes on, in order."""
+        self._cuts.discard((sender, receiver))
+        self._release()
+
+    def freeze(self, name: str) -> None:
+        """Let nothing out of a machine and nothing into it, as if it were stopped."""
+        self._frozen.add(name)
+
+    def thaw(self, name: str) -> None:
+        """End a freeze; what was held back goes on, in order."""
+        self._frozen.discard(name)
+        self._release()
+
+    def node(self, name: str) -> Node | None:
+        """Return a machine's line."""
+        return self._nodes.get(name)
+
+    def traffic(self, name: str) -> Traffic:
+        """Return the machine's counters."""
+        node = self._nodes[name]
+        return Traffic(node.sent_bytes, node.received_bytes)
+
+    async def run(self) -> None:
+        """Carry segments until cancelled."""
+        while True:
+            now = trio.current_time()
+            while self._events and self._events[0][0] <= now:
+                heapq.heappop(self._events)[2]()
+            self._earlier = trio.Event()
+            with trio.move_on_at(self._events[0][0] if self._events else math.inf):
+                await self._earlier.wait()
+
+    # --- what connections do ------------------------------------------------------------------
+
+    def lane(self, sender: str, receiver: str, *, is_under_way: bool = False) -> Lane:
+        """Return a new direction of a connection."""
+        return Lane(self._nodes[sender], self._nodes[receiver], is_under_way=is_under_way)
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Run ``action`` in ``delay_s`` seconds."""
+        when = trio.current_time() + delay_s
+        if not self._events or when < self._events[0][0]:
+            self._earlier.set()
+        heapq.heappush(self._events, (when, next(self._order), action))
+
+    def travel(self, lane: Lane, size: int, deliver: Callable[[], None]) -> float:
+        """Bring ``size`` bytes over; ``deliver`` runs when the last of them is there.
+
+        Returns:
+            Seconds until they have left.
+        """
+        now, sender, receiver = trio.current_time(), lane.sender, lane.receiver
+        again_bytes, late_s = self._losses(lane, size)
+        sender.sent_bytes += size + again_bytes
+        sender.up_free_s = max(now, sender.up_free_s) + (size + again_bytes) / sender.up_bytes_per_s
+        left_s = sender.up_free_s
+        if late_s or lane.free_s:
+            lane.free_s = max(now, lane.free_s) + size / self._lossy_rate(lane)
+            left_s = max(left_s, lane.free_s)
+
+        def arrive() -> None:
+            if self._is_held(sender.name, receiver.name):
+                self._held.append((sender.name, receiver.name, arrive))
+                return
+            now = trio.current_time()
+            start = max(now, receiver.down_free_s)
+            receiver.down_free_s = start + size / receiver.down_bytes_per_s
+            receiver.received_bytes += size
+            self.after(receiver.down_free_s - now, deliver)
+
+        way_s = 0.0 if lane.is_under_way else sender.latency_s + receiver.latency_s
+        lane.reached_s = max(lane.reached_s, left_s + way_s + late_s)
+        self.after(lane.reached_s - now, arrive)
+        return left_s - now
+
+    async def carry(self, lane: Lane, size: int) -> None:
+        """Bring ``size`` bytes over, segment by segment; returns when the last is there."""
+        arrived = trio.Event()
+        while size > SEGMENT_BYTES:
+            await trio.sleep(self.travel(lane, SEGMENT_BYTES, _nothing))
+            size -= SEGMENT_BYTES
+        self.travel(lane, size, arrived.set)
+        await arrived.wait()
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _is_held(self, sender: str, receiver: str) -> bool:
+        frozen = sender in self._frozen or receiver in self._frozen
+        return frozen or (sender, receiver) in self._cuts
+
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        for sender, receiver, arrive in held:
+            if self._is_held(sender, receiver):
+                self._held.append((sender, receiver, arrive))
+            else:
+                self.after(0.0, arrive)
+
+    def _losses(self, lane: Lane, size: int) -> tuple[int, float]:
+        """Draw what is lost of a segment; return bytes sent again and the seconds that cost."""
+        share = lane.sender.loss + lane.receiver.loss - lane.sender.loss * lane.receiver.loss
+        if not share or not size:
+            return 0, 0.0
+        assert self._rng is not None, "loss needs a generator"
+        round_s = 2 * (lane.sender.latency_s + lane.receiver.latency_s)
+        missing, again, late_s = -(-size // PACKET_BYTES), 0, 0.0
+        while missing:
+            quick = missing >= FAST_RETRANSMIT_PACKETS
+            missing = sum(self._rng.random() < share for _ in range(missing))
+            again += missing
+            if missing:
+                late_s += round_s if quick else max(TIMER_MIN_S, 2 * round_s)
+        return again * PACKET_BYTES, late_s
+
+    def _lossy_rate(self, lane: Lane) -> float:
+        """Return the bytes a second that loss leaves to one connection."""
+        share = lane.sender.loss + lane.receiver.loss - lane.sender.loss * lane.receiver.loss
+        round_s = 2 * (lane.sender.latency_s + lane.receiver.latency_s)
+        if not share or not round_s:
+            return math.inf
+        return MATHIS * PACKET_BYTES / (round_s * math.sqrt(share))
+
+
+def _nothing() -> None:
+    """Nobody waits for this segment."""

@@ -1,0 +1,152 @@
+"""Lines between simulated machines: what rate, distance, loss, cuts and freezes do to bytes."""
+
+import math
+import random
+
+import pytest
+import trio
+
+from echo2p2p.net.ports import Endpoint, Response, Route
+from echo2p2p.testing.clock import run_virtual
+from echo2p2p.testing.http import HEAD_BYTES, SimHttp
+from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.links import MATHIS, PACKET_BYTES, SEGMENT_BYTES, SimLinks
+
+RATE = 1e6
+
+
+def links_of(seed: int = 1, **far: float) -> SimLinks:
+    links = SimLinks(random.Random(seed))
+    links.add_node("a", up_bytes_per_s=RATE, latency_s=0.01)
+    links.add_node("b", latency_s=0.01, **far)
+    return links
+
+
+def play(links: SimLinks, main) -> None:
+    async def whole() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(links.run)
+            await main()
+            nursery.cancel_scope.cancel()
+
+    run_virtual(whole, seed=1)
+
+
+async def seconds_for(links: SimLinks, size: int, sender: str = "a", receiver: str = "b") -> float:
+    began = trio.current_time()
+    await links.carry(links.lane(sender, receiver), size)
+    return trio.current_time() - began
+
+
+def test_bytes_take_their_time_on_the_slower_line_and_the_distance_once():
+    links = links_of(down_bytes_per_s=RATE / 2)
+
+    async def main() -> None:
+        size = 20 * SEGMENT_BYTES
+        # The last segment leaves after size / RATE; the downlink is then still busy with the rest.
+        first = SEGMENT_BYTES / RATE
+        expected = first + 0.02 + size / (RATE / 2)
+        assert await seconds_for(links, size) == pytest.approx(expected)
+        assert links.traffic("a").sent_bytes == links.traffic("b").received_bytes == size
+
+    play(links, main)
+
+
+def test_loss_repeats_its_share_of_the_bytes_and_limits_a_connection():
+    links = links_of(loss=0.02)
+
+    async def main() -> None:
+        size = 400 * SEGMENT_BYTES
+        took = await seconds_for(links, size)
+        again = links.traffic("a").sent_bytes - size
+        assert again == pytest.approx(0.02 * size, rel=0.3)
+        limit = MATHIS * PACKET_BYTES / (0.04 * math.sqrt(0.02))
+        assert took == pytest.approx(size / limit, rel=0.1)
+        assert limit < RATE / 2
+
+    play(links, main)
+
+
+def test_what_follows_a_lost_packet_waits_for_it():
+    links = links_of(loss=0.3)
+    order = []
+
+    async def main() -> None:
+        lane = links.lane("a", "b")
+        for number in range(50):
+            links.travel(lane, PACKET_BYTES, lambda number=number: order.append(number))
+        await trio.sleep(600)
+
+    play(links, main)
+    assert order == list(range(50))
+
+
+def test_the_same_seed_loses_the_same_packets_and_another_loses_others():
+    def sent(seed: int) -> int:
+        links = links_of(seed, loss=0.1)
+
+        async def main() -> None:
+            await seconds_for(links, 100 * SEGMENT_BYTES)
+
+        play(links, main)
+        return links.traffic("a").sent_bytes
+
+    assert sent(1) == sent(1) != sent(2)
+
+
+def test_a_one_way_cut_holds_back_one_way():
+    links = links_of()
+
+    async def main() -> None:
+        links.cut("a", "b")
+        assert await seconds_for(links, 10, "b", "a") == pytest.approx(0.02)
+        with trio.move_on_after(50) as scope:
+            await seconds_for(links, 10)
+        assert scope.cancelled_caught
+        links.heal("a", "b")
+        assert await seconds_for(links, 10) == pytest.approx(0.02, abs=1e-4)
+
+    play(links, main)
+
+
+def test_a_frozen_machine_neither_hears_nor_speaks_until_it_thaws():
+    links = links_of()
+    heard: list[tuple[str, float]] = []
+
+    async def main() -> None:
+        links.freeze("b")
+        links.travel(links.lane("a", "b"), 0, lambda: heard.append(("b", trio.current_time())))
+        links.travel(links.lane("b", "a"), 0, lambda: heard.append(("a", trio.current_time())))
+        await trio.sleep(30)
+        assert heard == []
+        links.thaw("b")
+        await trio.sleep(1)
+        assert heard == [("b", 30.0), ("a", 30.0)]
+
+    play(links, main)
+
+
+def test_http_shares_the_line_with_everything_else():
+    links = links_of()
+    http = SimHttp(links=links)
+
+    async def echo(request) -> Response:
+        return Response(200)
+
+    async def main() -> None:
+        route = Route("POST", "/x", echo, 10**6)
+        size = 100_000
+        async with (
+            http.server("b", TraceJournal()).serve((route,), Endpoint("b", 0)) as at,
+            http.clients("a").connect(f"http://b:{at.port}", None) as client,
+        ):
+            began = trio.current_time()
+            await client.request("POST", "/x", body=bytes(size), timeout_s=9)
+            alone = trio.current_time() - began
+            assert alone == pytest.approx((size + HEAD_BYTES) / RATE + 0.04)
+            links.travel(links.lane("a", "b"), 500_000, lambda: None)
+            began = trio.current_time()
+            await client.request("POST", "/x", body=bytes(size), timeout_s=9)
+            assert trio.current_time() - began == pytest.approx(alone + 0.5)
+
+    play(links, main)
