@@ -1,6 +1,6 @@
 """An engine's child process that misbehaves on order: ``python -P -m scenarios.bad_engine HOW``.
 
-It is `scenarios.parts.FakeEngine` behind the real calls, so everything around it is real: the
+It is `scenarios.fake_engine.FakeEngine` behind the real calls, so everything around it is real: the
 process, its pipes, its memory, its death. ``HOW`` says what it does when it is to generate
 (``good``, ``hang``, ``eat``, ``rubbish``, ``die``), or in its start (``refuse``, ``slow``).
 """
@@ -27,7 +27,7 @@ from echo2p2p.wire.arrays import from_logprobs
 from echo2p2p.wire.messages import Lease, Sample
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
 from peer.engine.calls import LoadCall
-from scenarios.parts import FakeEngine
+from scenarios.fake_engine import FakeEngine
 
 T = TypeVar("T")
 SLOW_S: Final = 4.0

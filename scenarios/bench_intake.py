@@ -60,7 +60,7 @@ from scenarios.bench_clients import (
     read_lines,
     shares,
 )
-from scenarios.parts import FakeLearner
+from scenarios.fake_learner import FakeLearner
 
 TERM_S: Final = 3600.0
 """Of members and leases: nobody is evicted, though most send one heartbeat only."""

@@ -11,7 +11,7 @@ from typing import Final
 import trio
 
 from coordinator.config import Settings
-from scenarios.parts import LearnerFaults
+from scenarios.fake_learner import LearnerFaults
 from scenarios.world import PeerSpec, World, WorldSpec
 
 CRASH_AT_S: Final = 10.0

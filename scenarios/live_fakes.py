@@ -47,7 +47,9 @@ from peer.app import PeerPorts
 from peer.command import join as run_peer
 from peer.config import PeerSettings
 from peer.machine import open_machine as open_peer
-from scenarios.parts import FakeEngine, FakeLearner, InlineTaskWorker
+from scenarios.fake_engine import FakeEngine
+from scenarios.fake_learner import FakeLearner
+from scenarios.parts import InlineTaskWorker
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 

@@ -37,7 +37,9 @@ from echo2p2p.testing.system import InlineOffload, SimEntropy, SimSharedMemory
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
-from scenarios.parts import FakeEngine, FakeLearner, InlineTaskWorker, LearnerFaults
+from scenarios.fake_engine import FakeEngine
+from scenarios.fake_learner import FakeLearner, LearnerFaults
+from scenarios.parts import InlineTaskWorker
 
 COORDINATOR: Final = "coordinator"
 

@@ -12,7 +12,8 @@ from echo2p2p.errors import ChildError, ConfigError
 from echo2p2p.testing.clock import run_virtual
 from scenarios import first_light
 from scenarios import world as world_module
-from scenarios.parts import FakeLearner, InlineTaskWorker, LearnerFaults
+from scenarios.fake_learner import FakeLearner, LearnerFaults
+from scenarios.parts import InlineTaskWorker
 from scenarios.world import World, WorldSpec
 
 

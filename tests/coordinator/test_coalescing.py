@@ -10,8 +10,8 @@ from echo2p2p.ids import Step, Version
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.system import SimSharedMemory
 from echo2p2p.weights.layout import Layout
+from scenarios.fake_learner import FakeLearner
 from scenarios.middle import Bench, open_bench, right_answers
-from scenarios.parts import FakeLearner
 from scenarios.world import MemoryShelf
 
 STEPS = 12

@@ -4,7 +4,7 @@ import trio
 
 from coordinator.config import Settings
 from echo2p2p.testing.clock import run_virtual
-from scenarios.parts import LearnerFaults
+from scenarios.fake_learner import LearnerFaults
 from scenarios.world import PeerSpec, World, WorldSpec
 
 SETTINGS = Settings.model_validate(

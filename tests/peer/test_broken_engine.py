@@ -20,9 +20,9 @@ from peer.keeper import EngineKeeper, WeightState
 from scenarios import first_light
 from scenarios import world as world_module
 from scenarios.bad_engine import SLOW_S
+from scenarios.fake_engine import EngineFaults, FakeEngine
 from scenarios.middle import LAYOUT
 from scenarios.middle import loose_lease as lease
-from scenarios.parts import EngineFaults, FakeEngine
 from scenarios.world import World
 
 SILENCE_S = 0.6 * SLOW_S

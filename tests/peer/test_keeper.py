@@ -17,9 +17,9 @@ from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import Lease
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
 from peer.keeper import BACK_OFF_S, BATCH_S_MIN, HEALTHY_S, SLOWER, EngineKeeper, WeightState
+from scenarios.fake_engine import EngineFaults, FakeEngine
 from scenarios.middle import LAYOUT
 from scenarios.middle import loose_lease as lease
-from scenarios.parts import EngineFaults, FakeEngine
 
 SETUP = EngineSetup(layout=LAYOUT.table, model_config="{}")
 

@@ -35,8 +35,8 @@ from peer.engine.base import EngineSetup
 from peer.keeper import EngineKeeper, WeightState
 from peer.outbox import LEASES_MAX
 from peer.rollouts import LANES, RETRY_S, Rollouts
+from scenarios.fake_engine import EngineFaults, FakeEngine
 from scenarios.middle import LAYOUT, Bench, heartbeat, open_bench
-from scenarios.parts import EngineFaults, FakeEngine
 
 AT = Endpoint("c", 80)
 URL = "http://c:80"

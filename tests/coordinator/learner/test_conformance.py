@@ -13,7 +13,7 @@ from echo2p2p.errors import ChildError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.testing.system import SimSharedMemory
 from echo2p2p.weights.layout import Layout
-from scenarios.parts import FakeLearner, LearnerFaults
+from scenarios.fake_learner import FakeLearner, LearnerFaults
 
 
 class FakeSubject:

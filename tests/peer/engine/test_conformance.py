@@ -16,7 +16,7 @@ from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Sampling
 from peer.engine.base import EngineSetup
 from peer.engine.client import HfEngineProcess
-from scenarios.parts import EngineFaults, FakeEngine
+from scenarios.fake_engine import EngineFaults, FakeEngine
 
 STOP = 2
 

@@ -1,0 +1,219 @@
+"""An engine without torch, processes or real time: one of the parts of a fake world.
+
+Its answers are a function of weights, prompt and seed, so a scenario can be replayed bit by bit. It
+is no model: it sorts its prompt with a fixed probability, so that the sorting task's groups have
+rewards that differ, and nothing is ever learnt. It holds to the port and the conformance tests of
+the real ones. Durations are `trio.sleep`, virtual under a mock clock. Failures are ordered in
+advance (`EngineFaults`) or happen at once (``kill``).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Final, Literal
+
+import numpy as np
+import trio
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from echo2p2p.errors import EngineError
+from echo2p2p.ids import Digest, Version
+from echo2p2p.net.ports import SharedState
+from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.state import state_digest
+from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
+from echo2p2p.wire.messages import Lease, Sample, Span
+from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from scenarios.parts import CHARACTERS, FIRST_CHARACTER, Life, Pace
+
+THOUGHT: Final = FIRST_CHARACTER + CHARACTERS.index(".")
+
+
+@dataclass(frozen=True)
+class EngineFaults:
+    """What goes wrong, counted in calls from 1; ``None``: never."""
+
+    die_at_generate: int | None = None
+    hang_at_generate: int | None = None
+    die_at_load: int | None = None
+    wrong_weights_at_load: int | None = None
+    """One bit differs from what was given: `FakeEngine.prove` tells."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many tokens of thinking stand before an answer.
+
+    Attributes:
+        low: At least.
+        high: At most.
+        tail: Most are short and few are long: Pareto with exponent 2 from ``low`` (of which a root
+            makes one, as every machine computes it alike); otherwise uniform.
+    """
+
+    low: int = 0
+    high: int = 0
+    tail: bool = False
+
+    def draw(self, rng: random.Random) -> int:
+        """Return one length."""
+        if self.tail:
+            return min(self.high, int(max(1, self.low) / math.sqrt(1.0 - rng.random())))
+        return rng.randint(self.low, self.high)
+
+
+class FakeEngine:
+    """An `Engine` whose answers are a function of weights, prompt and seed.
+
+    Args:
+        start_s: Until it is up.
+        load_s: For any load.
+        seconds_per_token: Of a whole batch's longest sample, as batches run side by side.
+        skill: Probability that an answer is the sorted prompt.
+        timeout_s: When a hanging call is given up.
+        faults: What goes wrong.
+        lengths: Of the thinking before an answer, for `scenarios.thinking`.
+        pace: Of its machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        start_s: float = 0.0,
+        load_s: float = 0.0,
+        seconds_per_token: float = 0.0,
+        skill: float = 0.4,
+        timeout_s: float = 600.0,
+        faults: EngineFaults | None = None,
+        lengths: Lengths | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        self._start_s = start_s
+        self._load_s = load_s
+        self._seconds_per_token = seconds_per_token
+        self._skill = skill
+        self._timeout_s = timeout_s
+        self._faults = faults or EngineFaults()
+        self._lengths = lengths or Lengths()
+        self._life = Life("engine", pace)
+        self._layout: Layout | None = None
+        self._loaded: tuple[Version, Digest] | None = None
+        self._loads = 0
+        self._generates = 0
+
+    def kill(self) -> None:
+        """Die now, as by ``kill -9``."""
+        self._life.end("died of SIGKILL")
+
+    def hang(self) -> None:
+        """Let the next batch never end."""
+        self._faults = replace(self._faults, hang_at_generate=self._generates + 1)
+
+    def spoil(self) -> None:
+        """Let the next load end with one wrong bit."""
+        self._faults = replace(self._faults, wrong_weights_at_load=self._loads + 1)
+
+    async def start(self, setup: EngineSetup) -> EngineInfo:
+        """See `Engine`."""
+        await self._life.spend(self._start_s)
+        self._layout = Layout.from_table(setup.layout)
+        return EngineInfo(
+            kind="fake", device="none", dtype=setup.dtype, memory_bytes=setup.layout.total_bytes
+        )
+
+    async def load(self, version: Version, state: SharedState) -> LoadReport:
+        """See `Engine`."""
+        self._loads += 1
+        self._loaded = None
+        if self._loads == self._faults.die_at_load:
+            self.kill()
+        await self._life.spend(self._load_s)
+        layout = self._started()
+        bits = bytearray(state.view)
+        if len(bits) != layout.total_bytes:
+            raise EngineError(f"a state of {len(bits)} bytes for {layout.total_bytes}")
+        if self._loads == self._faults.wrong_weights_at_load:
+            bits[len(bits) // 2] ^= 1
+        self._loaded = version, state_digest(layout, bits)
+        return LoadReport(version=version, seconds=self._load_s)
+
+    async def prove(self) -> Digest:
+        """See `Engine`."""
+        await self._life.spend(0)
+        return self._label()[1]
+
+    async def generate(self, leases: list[Lease], *, timeout_s: float = inf) -> list[Generated]:
+        """See `Engine`."""
+        self._generates += 1
+        await self._life.spend(0)
+        version, digest = self._label()
+        if self._generates == self._faults.hang_at_generate:
+            await self._life.hang(min(timeout_s, self._timeout_s), "generate")
+        answers = [self._answer(lease, version, digest) for lease in leases]
+        longest = max((s.tokens.length for answer in answers for s in answer), default=0)
+        seconds = longest * self._seconds_per_token
+        if self._generates == self._faults.die_at_generate:
+            await self._life.spend(seconds / 2)
+            self.kill()
+        await self._life.spend(seconds)
+        share = seconds / max(1, len(leases))
+        return [
+            Generated(lease.lease_id, answer, share, "" if answer else "makes no sense")
+            for lease, answer in zip(leases, answers, strict=True)
+        ]
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        await trio.lowlevel.checkpoint()
+        self._life.end("it was closed")
+
+    def _started(self) -> Layout:
+        if self._layout is None:
+            raise EngineError("the engine was not started")
+        return self._layout
+
+    def _label(self) -> tuple[Version, Digest]:
+        if self._loaded is None:
+            raise EngineError("the engine has no weights")
+        return self._loaded
+
+    def _answer(self, lease: Lease, version: Version, digest: Digest) -> tuple[Sample, ...]:
+        prompt = to_tokens(lease.prompt)
+        if lease.samples != len(lease.seeds) or lease.tokens_max < 1 or prompt.size == 0:
+            return ()
+        return tuple(self._sample(lease, prompt, seed, version, digest) for seed in lease.seeds)
+
+    def _sample(
+        self,
+        lease: Lease,
+        prompt: NDArray[np.uint32],
+        seed: int,
+        version: Version,
+        digest: Digest,
+    ) -> Sample:
+        drawn = blake3(digest + prompt.tobytes() + seed.to_bytes(8, "little")).digest()
+        rng = random.Random(drawn)  # noqa: S311 - to be replayed, not to be secret
+        if lease.forced is not None:
+            tokens = to_tokens(lease.forced).tolist()
+        else:
+            thoughts = [THOUGHT] * self._lengths.draw(rng) if self._lengths.high else []
+            tokens = [*thoughts, *self._tokens(prompt[1:-1].tolist(), rng)]
+            tokens = [*tokens, *lease.stop_ids[:1]][: lease.tokens_max]
+            tokens = tokens or [int(prompt[0])]
+        finish: Literal["stop", "length"] = "stop" if tokens[-1] in lease.stop_ids else "length"
+        return Sample(
+            tokens=from_tokens(tokens),
+            logprobs=from_logprobs([-2 * rng.random() - 0.01 for _ in tokens]),
+            spans=[Span(version=version, start=0, end=len(tokens))],
+            finish=finish,
+        )
+
+    def _tokens(self, body: list[int], rng: random.Random) -> list[int]:
+        """Return the prompt's inside sorted, or else reversed, copied or cut short."""
+        if rng.random() < self._skill:
+            return sorted(body)
+        return rng.choice([sorted(body, reverse=True), body, body[:-1]])
