@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
-from blake3 import blake3
 from pydantic import BaseModel
 
 from coordinator.app import CoordinatorPorts
@@ -50,6 +49,7 @@ from peer.machine import open_machine as open_peer
 from scenarios.fake_engine import FakeEngine
 from scenarios.fake_learner import FakeLearner
 from scenarios.parts import InlineTaskWorker
+from scenarios.record import sample_name
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
@@ -95,11 +95,6 @@ class NotedLearner(FakeLearner):
     def _note(self, line: dict[str, object]) -> None:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def sample_name(logprobs: bytes) -> str:
-    """Return how a train log calls a sample of these log-probs (little-endian float32)."""
-    return blake3(logprobs).hexdigest()[:16]
 
 
 class ShiftedClock:

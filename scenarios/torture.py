@@ -31,8 +31,10 @@ from echo2p2p.net.system import SystemEntropy
 from echo2p2p.net.trust import JoinToken, run_key_from
 from echo2p2p.testing.system import SimEntropy
 from peer.coordinator_client import fetch_ca
-from scenarios.torture_audit import Findings, Look, audit
-from scenarios.torture_clients import Client, Record
+from scenarios.audit import Findings, Look
+from scenarios.record import Record
+from scenarios.torture_audit import audit
+from scenarios.torture_clients import Client
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
-"""What a killed coordinator has left on disk, compared with what its clients were told.
+"""What a killed coordinator has left on disk, for the audit.
 
 The database is copied, write-ahead log and all, and the copy is opened: so SQLite recovers it as
 the next life will, and the next life still has to. What the learner has consumed is read from its
-own log, which follows its restarts: a start at a checkpoint takes back all later steps.
+own log.
 """
 
 from __future__ import annotations
@@ -11,46 +11,15 @@ import contextlib
 import json
 import shutil
 import sqlite3
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
-from coordinator.ledger_rows import balance, recount
 from echo2p2p.net.ports import Rows
-from scenarios.torture_clients import Record
+from scenarios.audit import History, Look, audit_rows, surviving
+from scenarios.record import Record
 
-AFTER_ACCEPTANCE: Final = frozenset({"dead_generation", "stale", "unused"})
-"""Why an acknowledged trajectory may be left out of training all the same."""
 DATABASE: Final = "run.sqlite"
-
-
-@dataclass
-class Findings:
-    """What is wrong, by kind; all empty in a sound run. Equal lines are one finding."""
-
-    lost: list[str] = field(default_factory=list)
-    """Acknowledged leases that the store does not have as accepted."""
-    twice: list[str] = field(default_factory=list)
-    """Samples, or leases, that the surviving history has trained on more than once."""
-    unbalanced: list[str] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
-
-    @property
-    def problems(self) -> list[str]:
-        """All of them."""
-        return [*self.lost, *self.twice, *self.unbalanced, *self.other]
-
-
-@dataclass(frozen=True)
-class Look:
-    """What the store says."""
-
-    findings: Findings
-    steps: int
-    trained: int
-    queued: int
 
 
 def audit(run: Path, scratch: Path, record: Record, *, groups_per_step: int) -> Look:
@@ -62,21 +31,9 @@ def audit(run: Path, scratch: Path, record: Record, *, groups_per_step: int) -> 
         record: What the clients know.
         groups_per_step: Of a batch.
     """
-    findings = Findings()
     with _copy(run, scratch) as rows:
-        counted, recounted = balance(rows), recount(rows)
-        if not counted.balances or counted != recounted:
-            findings.unbalanced.append(f"by event {counted}, by row {recounted}")
-        fates = _fates(rows)
-        steps = [cast("int", row[0]) for row in rows.execute("SELECT step FROM steps").fetchall()]
-    _check_acknowledged(fates, record, findings)
-    _check_steps(fates, steps, groups_per_step, findings)
-    _check_consumed(run / "train.jsonl", fates, max(steps, default=0), record, findings)
-    return Look(findings, len(steps), counted.trained, counted.queued)
-
-
-Fates = dict[str, tuple[str, str | None, int | None]]
-"""Fate, reason and step of each lease."""
+        history = _history(run / "train.jsonl")
+        return audit_rows(rows, history, record, groups_per_step=groups_per_step)
 
 
 @contextlib.contextmanager
@@ -93,65 +50,16 @@ def _copy(run: Path, scratch: Path) -> Iterator[Rows]:
         connection.close()
 
 
-def _fates(rows: Rows) -> Fates:
-    found = rows.execute("SELECT lease_id, fate, reason, step FROM leases").fetchall()
-    return {
-        lease: (fate, reason, step)
-        for lease, fate, reason, step in cast(
-            "list[tuple[str, str, str | None, int | None]]", found
-        )
-    }
-
-
-def _check_acknowledged(fates: Fates, record: Record, findings: Findings) -> None:
-    for lease in record.acknowledged:
-        fate, reason, _ = fates.get(lease, ("missing", None, None))
-        if fate not in {"queued", "trained"} and reason not in AFTER_ACCEPTANCE:
-            findings.lost.append(f"lease {lease[:8]} was acknowledged and is {reason or fate}")
-    for lease, reason in record.refused.items():
-        fate, _, _ = fates.get(lease, ("missing", None, None))
-        if fate in {"queued", "trained"}:
-            findings.other.append(f"lease {lease[:8]} was refused ({reason}) and is {fate}")
-
-
-def _check_steps(fates: Fates, steps: list[int], groups_per_step: int, findings: Findings) -> None:
-    """Every step of the history has consumed one whole batch of its own."""
-    consumed = Counter(step for fate, _, step in fates.values() if fate == "trained")
-    if sorted(steps) != list(range(1, len(steps) + 1)):
-        findings.other.append(f"steps {sorted(steps)[:20]} have gaps")
-    for step in sorted({*steps, *(step for step in consumed if step is not None)}):
-        if consumed[step] != groups_per_step:
-            findings.twice.append(f"step {step} has {consumed[step]} groups of its own")
-
-
-def _check_consumed(
-    log: Path, fates: Fates, newest: int, record: Record, findings: Findings
-) -> None:
-    """What the learner really consumed is what the store says, once."""
-    seen: Counter[str] = Counter()
-    for step, samples in _surviving(log):
-        for sample in samples:
-            seen[sample] += 1
-            lease = record.samples.get(sample)
-            if lease is None:
-                findings.other.append(f"step {step} consumed a sample that nobody sent")
-            elif step <= newest and fates.get(lease, ("", None, None))[0::2] != ("trained", step):
-                fate = fates.get(lease)
-                findings.other.append(f"step {step} consumed {lease[:8]}, which is {fate}")
-    repeated = [(name, count) for name, count in seen.items() if count > 1]
-    findings.twice += [f"sample {name} was trained on {count} times" for name, count in repeated]
-
-
-def _surviving(log: Path) -> list[tuple[int, list[str]]]:
+def _history(log: Path) -> History:
     """Return the steps that no restart has taken back, with their samples."""
-    history: list[tuple[int, list[str]]] = []
+    entries: list[tuple[str, int, list[str]]] = []
     text = log.read_text(encoding="utf-8") if log.exists() else ""
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break  # it was killed in the middle of the line
         entry = json.loads(line)
         if "start" in entry:
-            history = [(step, samples) for step, samples in history if step <= entry["start"]]
+            entries.append(("start", entry["start"], []))
         else:
-            history.append((entry["step"], entry["samples"]))
-    return history
+            entries.append(("step", entry["step"], entry["samples"]))
+    return surviving(entries)

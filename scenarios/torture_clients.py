@@ -8,7 +8,6 @@ the coordinator has acknowledged is kept here, in a process that nobody kills.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
 
 import trio
 
@@ -29,11 +28,10 @@ from echo2p2p.wire.messages import (
     Sample,
     Span,
     Upload,
-    UploadReply,
 )
 from echo2p2p.wire.signing import open_record
 from peer.coordinator_client import BusyError, CoordinatorClient, join
-from scenarios.live_fakes import sample_name
+from scenarios.record import Record, sample_name
 
 LANES = 2
 LEASES_AT_ONCE = 4
@@ -42,38 +40,6 @@ PAUSE_S = 0.05
 BEAT_S = 0.3
 TWICE_SHARE = 0.1
 """Of the uploads, those sent twice at once."""
-
-
-@dataclass
-class Record:
-    """What all clients know for certain."""
-
-    acknowledged: dict[str, int] = field(default_factory=dict)
-    """Leases whose upload was accepted, with their number of samples."""
-    refused: dict[str, str] = field(default_factory=dict)
-    """Leases whose upload was not, and why."""
-    samples: dict[str, str] = field(default_factory=dict)
-    """The lease of each sample ever uploaded, by its name in the learner's log."""
-    duplicates: int = 0
-    """Uploads that were told to have come before."""
-    versions: dict[int, bytes] = field(default_factory=dict)
-    """Result digest of each version that anybody was shown."""
-    problems: list[str] = field(default_factory=list)
-
-    def decided(self, lease: Lease, reply: UploadReply) -> None:
-        """Note an answer; a later one must not contradict it."""
-        name, outcome = lease.lease_id, reply.outcome
-        self.duplicates += reply.duplicate
-        if outcome.accepted:
-            self.acknowledged[name] = lease.samples
-        elif name not in self.acknowledged:
-            self.refused[name] = outcome.reason or ""
-
-    def shown(self, header: ManifestHeader) -> None:
-        """Note a version; its number must never stand for anything else."""
-        known = self.versions.setdefault(header.version, header.result_digest)
-        if known != header.result_digest:
-            self.problems.append(f"version {header.version} was published twice, differently")
 
 
 class Client:
@@ -196,7 +162,7 @@ class Client:
             except HttpError:
                 await trio.sleep(PAUSE_S)
             else:
-                self._record.decided(lease, reply)
+                self._record.decided(lease.lease_id, lease.samples, reply)
                 return
 
     def _answer(self, lease: Lease, incarnation: Incarnation) -> Upload:

@@ -89,6 +89,11 @@ class FrameDecoder:
         """Whether the stream has ended, cleanly as far as is known."""
         return self._ended
 
+    @property
+    def mid_frame(self) -> bool:
+        """Whether bytes were fed that no event has come of yet."""
+        return bool(self._buffer) or self._chunk is not None
+
     def receive_data(self, data: bytes | bytearray | memoryview) -> None:
         """Add what was read, in stream order; ``b""`` means that the stream ended.
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.schema import MIGRATIONS
+from scenarios.record import Record
 from scenarios.torture import Torture
 from scenarios.torture_audit import audit
-from scenarios.torture_clients import Record
 
 KILLS = 10
 
