@@ -6,7 +6,7 @@ Starting and resuming are one path: whatever the store holds is taken up, then t
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,7 @@ from coordinator.config import LOOPBACK_HOSTS, Settings
 from coordinator.intake import Intake
 from coordinator.learner.base import Learner, LearnerSetup, Progress, WarmStart
 from coordinator.leases import LeaseDesk
-from coordinator.membership import Membership
+from coordinator.membership import MEMBERS_MAX, Membership
 from coordinator.publish import Publisher
 from coordinator.roster import Roster
 from coordinator.run_state import RunState
@@ -32,6 +32,7 @@ from coordinator.task_port import TaskInfo, TaskSetup, TaskWorker
 from coordinator.training import Shelf, StepRecord, Trainer
 from echo2p2p.errors import ConfigError, EchoError, EngineError, StoreError
 from echo2p2p.ids import SOURCE, Generation, Step
+from echo2p2p.limits import Fill
 from echo2p2p.net.ports import (
     Blobs,
     Endpoint,
@@ -55,6 +56,10 @@ from echo2p2p.wire.messages import Address, CaReply, LayoutTable
 
 RUN_OPENED: Final = "run.opened"
 RUN_ENDED: Final = "run.ended"
+
+
+OVERDUE_S: Final = 1.0
+"""How long after its end a term or a lease may still be there: somebody has to be woken."""
 
 
 @dataclass(frozen=True)
@@ -457,6 +462,18 @@ class CoordinatorApp:
         """Return the ledger as it is now; ``None`` before the store is open."""
         book = self._opened_book
         return None if book is None else book.ledger.statistics()
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full everything is that has a bound; call it once the server has opened."""
+        rollouts, now = self._settings.rollouts, trio.current_time()
+        balance = self._book.ledger.statistics()
+        admitted = (rollouts.staleness_budget + 1) * rollouts.batch
+        yield Fill("trajectories under way", balance.queued + balance.in_flight, admitted)
+        yield Fill("members", len(self._members), MEMBERS_MAX)
+        yield Fill("leases past their deadline", self._desk.overdue(now - OVERDUE_S), 0)
+        yield Fill("members past their term", self._members.overdue(now - OVERDUE_S), 0)
+        yield from self._intake.fills()
+        yield from self._relay.fills()
 
     async def status(self) -> Mapping[str, object]:
         """Return all that can be said of the run now; call it once the server has opened."""

@@ -17,12 +17,12 @@ import trio
 
 from coordinator.book import Book
 from coordinator.leases import LeaseDesk
-from coordinator.membership import Member
+from coordinator.membership import MEMBERS_MAX, Member
 from coordinator.run_state import RunState
 from coordinator.task_keeper import Answer, TaskKeeper
 from coordinator.task_port import Done, Turn
 from echo2p2p.ids import LeaseId, PeerId
-from echo2p2p.limits import MIB
+from echo2p2p.limits import HTTP_BODY_BYTES_MAX, MIB, Fill
 from echo2p2p.net.ports import Journal
 from echo2p2p.rollouts.admission import age
 from echo2p2p.rollouts.batch import Dropped, GroupQueue, ScoredGroup
@@ -90,6 +90,15 @@ class Intake:
     def full(self) -> bool:
         """Whether no upload should be read now. Other threads may ask too."""
         return self._backlog_bytes >= self._backlog_bytes_max
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full everything is that has a bound; of many alike, the fullest."""
+        # A body that began while there was room may still come in.
+        limit = self._backlog_bytes_max + HTTP_BODY_BYTES_MAX
+        yield Fill("bytes that wait to be scored", self._backlog_bytes, limit)
+        longest = max((len(kept) for kept in self._outcomes.values()), default=0)
+        yield Fill("outcomes kept for a peer", longest, OUTCOMES_MAX)
+        yield Fill("peers that outcomes are kept for", len(self._outcomes), MEMBERS_MAX)
 
     async def load(self) -> None:
         """Take up the accepted uploads that no step has consumed."""

@@ -283,6 +283,10 @@ class LeaseDesk:
         ]
         return await self._end(mine, reason)
 
+    def overdue(self, before_s: float) -> int:
+        """Return how many leases should have ended before this moment, and have not."""
+        return sum(held.deadline_s < before_s for held in self._held.values())
+
     async def end_all(self, reason: Reason) -> int:
         """End every lease in flight, at the end of the run; returns how many."""
         async with self._granting:  # a grant under way comes first

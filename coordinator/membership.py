@@ -225,6 +225,10 @@ class Membership:
         """Return when `on_time` should next be called."""
         return min((member.term_end_s for member in self._live.values()), default=None)
 
+    def overdue(self, before_s: float) -> int:
+        """Return how many terms should have ended before this moment, and have not."""
+        return sum(member.term_end_s < before_s for member in self._live.values())
+
     def __len__(self) -> int:
         return len(self._live)
 

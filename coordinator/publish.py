@@ -221,6 +221,7 @@ class Publisher:
             version=version,
             step=step,
             generation=generation,
+            digest=digest.hex()[:16],
             delta_bytes=published.delta_bytes,
             anchor_bytes=published.anchor_bytes,
             forms=self._chooser.choice.why,

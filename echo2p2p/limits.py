@@ -6,7 +6,24 @@ are what either side refuses whatever the settings say.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How full something is that has a bound.
+
+    Attributes:
+        what: In a few words.
+        now: How much there is.
+        limit: How much there may be.
+    """
+
+    what: str
+    now: int
+    limit: int
+
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB

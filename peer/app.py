@@ -7,7 +7,7 @@ version that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Literal, TypeVar
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 import trio
 
 from echo2p2p.errors import ConfigError, EchoError, EngineError, HttpError, StoreError
-from echo2p2p.limits import PROTOCOL
+from echo2p2p.limits import PROTOCOL, Fill
 from echo2p2p.net.ports import (
     Blobs,
     Endpoint,
@@ -144,6 +144,11 @@ class PeerApp:
             return self._membership.figures(self._past)
         resting = self._shaper is not None and self._shaper.stage() is Stage.SPENT
         return PeerFigures(state="resting" if resting else "joining", tally=self._past)
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full everything is that has a bound; nothing between two memberships."""
+        if self._membership is not None:
+            yield from self._membership.fills()
 
     async def run(self) -> Literal["finished", "failed"]:
         """Take part until the run ends.

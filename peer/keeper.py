@@ -264,6 +264,9 @@ class EngineKeeper:
             self._first_proof_s = trio.current_time()
         self.version = weights.version
         self._journal.event(
-            VERSION_LOADED, version=weights.version, seconds=round(report.seconds, 4)
+            VERSION_LOADED,
+            version=weights.version,
+            digest=proof.hex()[:16],
+            seconds=round(report.seconds, 4),
         )
         self.changed.unpark_all()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, Literal
 
 import trio
 
 from echo2p2p.errors import LinkError, RefusedError
 from echo2p2p.ids import SOURCE, Incarnation, PeerId
+from echo2p2p.limits import Fill
 from echo2p2p.net.connections import ConnectionSettings
 from echo2p2p.net.link import LinkSettings
 from echo2p2p.net.ports import Blobs, Entropy, HttpClient, Journal, Offload, Streams
@@ -92,6 +93,12 @@ class Membership:
 
     def _heard(self) -> None:
         self._heard_s = trio.current_time()
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full everything is that has a bound; of many alike, the fullest."""
+        yield from self.relay.fills()
+        if self._work is not None:
+            yield from self._work.fills()
 
     # --- running ------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ stop: work then waits in memory, within a smaller bound.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +22,7 @@ import trio
 
 from echo2p2p.errors import RemoteProtocolError, StoreError
 from echo2p2p.ids import Incarnation
-from echo2p2p.limits import MIB
+from echo2p2p.limits import LEASES_PER_CALL_MAX, MIB, Fill
 from echo2p2p.net.ports import Blobs, Journal
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import Upload
@@ -102,6 +103,12 @@ class Outbox:
         """Of those that are in memory."""
         everything = (*self._waiting, *self._sending)
         return sum(item.size for item in everything if item.upload is not None)
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full it is, by number and by bytes."""
+        # A batch that was begun while there was room may still be finished.
+        yield Fill("finished leases", self.leases, LEASES_MAX + LEASES_PER_CALL_MAX)
+        yield Fill("bytes of finished leases", self.bytes, self._bytes_max)
 
     async def open(self) -> None:
         """Delete what earlier incarnations have left; call it once, before anything else."""

@@ -7,12 +7,14 @@ generates. Finished work waits in a bounded outbox while the coordinator cannot 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import trio
 
 from echo2p2p.errors import EngineError, LinkError, RefusedError
 from echo2p2p.ids import Incarnation
+from echo2p2p.limits import Fill
 from echo2p2p.net.ports import Blobs, Journal
 from echo2p2p.wire.messages import Upload
 from peer.coordinator_client import NOT_A_MEMBER, BusyError, CoordinatorClient
@@ -61,6 +63,10 @@ class Rollouts:
     def held(self) -> int:
         """Leases taken and not handed in yet."""
         return self._under_way + self._outbox.leases
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full the outbox is."""
+        yield from self._outbox.fills()
 
     async def run(self) -> None:
         """Work until cancelled.

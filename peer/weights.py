@@ -239,6 +239,7 @@ class Follower:
         self._journal.event(
             VERSION_APPLIED,
             version=version,
+            digest=digest.hex()[:16],
             anchor=header.base_version is None,
             bytes=header.index_bytes + header.payload_bytes,
             seconds=round(trio.current_time() - began, 4),

@@ -50,10 +50,10 @@ def make_world(seed: int) -> World:
     )
 
 
-async def nemesis(world: World, nursery: trio.Nursery) -> None:
+async def nemesis(world: World) -> None:
     """One crash while it has work, one restart."""
     await trio.sleep_until(CRASH_AT_S)
     await world.wait_event("leases.issued", peer=world.peer_id("bob"))
     world.crash_peer("bob")
     await trio.sleep_until(RESTART_AT_S)
-    world.restart_peer("bob", nursery)
+    world.restart_peer("bob")

@@ -3,13 +3,17 @@
 Only clock, network, HTTP, disks, child processes, memory and randomness are replaced, by
 arguments; nothing of ours is patched. A world is made from one seed: same seed, same trace. TLS is
 off here (its bytes are random); links open with the signed hello instead.
+
+The world runs things and breaks them; what to break, and when, is the nemesis's, and whether all is
+well is for the checkers (`scenarios.watch`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,43 +23,33 @@ from coordinator.app import CoordinatorApp, CoordinatorPorts, Opened
 from coordinator.config import Settings
 from coordinator.schema import MIGRATIONS
 from echo2p2p.errors import EchoError
-from echo2p2p.net.ports import Journal
-from echo2p2p.net.trust import PeerIdentity
-from echo2p2p.testing.checkers import (
-    Checker,
-    LedgerBalances,
-    NothingTooOld,
-    StepsOnlyGoBackByRollback,
-    VersionsNeverFork,
-)
+from echo2p2p.ids import PeerId
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.http import SimHttp
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.system import InlineOffload, SimEntropy, SimSharedMemory
+from echo2p2p.wire.frames import Event
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
 from scenarios.fake_engine import FakeEngine
 from scenarios.fake_learner import FakeLearner, LearnerFaults
+from scenarios.false_uploads import Loot, WatchedHttp
+from scenarios.lies import Lies, WatchedStreams
+from scenarios.machines import GRACE_S, Machine, PeerSpec
 from scenarios.parts import InlineTaskWorker
+from scenarios.record import Record
+from scenarios.watch import CheckedJournal, FrameWatch, Watch
+
+__all__ = ["COORDINATOR", "PeerSpec", "World", "WorldSpec"]
 
 COORDINATOR: Final = "coordinator"
-
-
-@dataclass(frozen=True)
-class PeerSpec:
-    """One simulated machine."""
-
-    name: str
-    up_bytes_per_s: float = 2.5e6
-    down_bytes_per_s: float = 5e6
-    latency_s: float = 0.02
-    start_s: float = 2.0
-    """Of the engine."""
-    seconds_per_token: float = 0.1
-    leases_at_once: int = 2
+STORE: Final = "run"
+RELAY_PORT: Final = 7071
+GOODBYE_S: Final = 60.0
+"""At the end, for peers to hear that the run is over."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +59,15 @@ class WorldSpec:
     settings: Settings
     peers: tuple[PeerSpec, ...]
     source_up_bytes_per_s: float = 2.5e6
+    source_down_bytes_per_s: float = 1.25e8
+    source_latency_s: float = 0.0
     learner_start_s: float = 3.0
     learner_step_s: float = 1.0
+    learner_save_s: float = 0.0
     learner_faults: tuple[LearnerFaults, ...] = ()
     """One a life of the learner; later lives have none."""
+    stop_s: float | None = None
+    """The run is stopped then, if it has not ended; ``None``: never."""
 
 
 class MemoryShelf:
@@ -93,45 +92,6 @@ class MemoryShelf:
             del self._saved[name]
 
 
-class Breach(EchoError):  # noqa: N818 a finding, not a failure of this program
-    """A checker saw its invariant broken."""
-
-
-@dataclass
-class CheckedJournal:
-    """A `TraceJournal` that shows each event to the checkers."""
-
-    trace: TraceJournal
-    checkers: list[Checker] = field(default_factory=list)
-    breaches: list[str] = field(default_factory=list)
-    happened: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
-
-    def event(self, name: str, /, **fields: object) -> None:
-        """Record, then look."""
-        self.trace.event(name, **fields)
-        seen = self.trace.entries[-1].fields
-        for checker in self.checkers:
-            if (wrong := checker.see(name, seen)) is not None:
-                self.breaches.append(f"{checker.name}: {wrong} (t = {trio.current_time():.3f} s)")
-        self.happened.unpark_all()
-
-    def bind(self, **fields: object) -> Journal:
-        """Return a journal on the same trace and checkers."""
-        trace = self.trace.bind(**fields)
-        return CheckedJournal(trace, self.checkers, self.breaches, self.happened)
-
-
-@dataclass
-class _Machine:
-    """A simulated machine and what runs on it now."""
-
-    spec: PeerSpec
-    identity: PeerIdentity
-    scope: trio.CancelScope | None = None
-    lives: int = 0
-    outcome: str | None = None
-
-
 class World:
     """One simulated run.
 
@@ -142,74 +102,141 @@ class World:
 
     def __init__(self, spec: WorldSpec, *, seed: int) -> None:
         self.spec = spec
-        self._entropy = SimEntropy(seed)
+        self.entropy = SimEntropy(seed)
         self.trace = TraceJournal()
         self.app: CoordinatorApp | None = None
-        self.journal = CheckedJournal(
-            self.trace,
-            [
-                LedgerBalances(lambda: None if self.app is None else self.app.balance()),
-                NothingTooOld(spec.settings.rollouts.staleness_budget),
-                VersionsNeverFork(),
-                StepsOnlyGoBackByRollback(),
-            ],
-        )
-        self.network = SimNetwork(self._entropy.rng("loss"))
+        """While the coordinator runs."""
+        self.network = SimNetwork(self.entropy.rng("loss"))
         self.http = SimHttp(links=self.network)
         self.disk = SimDisk()
         self.checkpoints: dict[str, bytes] = {}
+        self.record = Record()
+        self.history: list[tuple[str, int, list[str]]] = []
+        """What the learners have done, see `scenarios.audit.surviving`."""
+        self.learner: FakeLearner | None = None
         self.summary: Mapping[str, Any] | None = None
+        """Of the coordinator's last life, if it ended by itself."""
+        self.ended = trio.Event()
+        """The coordinator has taken leave."""
+        self.machines = {
+            peer.name: Machine.create(peer, self.entropy.fork(peer.name)) for peer in spec.peers
+        }
+        self._names = {machine.identity.peer_id: name for name, machine in self.machines.items()}
+        self.watch = Watch(self)
+        self.journal = CheckedJournal(self.trace, self.watch)
+        self._frames = FrameWatch(self.watch)
+        self._loot = Loot()
         self._learner_lives = 0
         self._coordinator_lives = 0
-        self._opened = trio.Event()
-        self._ended = trio.lowlevel.ParkingLot()
+        self._coordinator_scope: trio.CancelScope | None = None
+        self._stops = False
+        self.is_open = False
+        """The coordinator answers."""
+        self._excused_until_s = -math.inf
+        self._down = False
+        """The coordinator is killed, or is to end because of a fault; `_wanted` brings it back."""
+        self._wanted = trio.Event()
+        self._settings = _with_fixed_ports(spec.settings)
+        self._truth = Lies(self.entropy.rng("truth"))
         self._address: Opened | None = None
-        self.network.add_node(COORDINATOR, up_bytes_per_s=spec.source_up_bytes_per_s)
-        self._machines = {
-            peer.name: _Machine(peer, PeerIdentity.create(self._entropy.fork(peer.name)))
-            for peer in spec.peers
-        }
+        self._opened = trio.Event()
+        self._over = trio.lowlevel.ParkingLot()
+        self._nursery: trio.Nursery | None = None
+        self._add_lines()
+
+    def _add_lines(self) -> None:
+        spec = self.spec
+        self.network.add_node(
+            COORDINATOR,
+            up_bytes_per_s=spec.source_up_bytes_per_s,
+            down_bytes_per_s=spec.source_down_bytes_per_s,
+            latency_s=spec.source_latency_s,
+        )
         for peer in spec.peers:
             self.network.add_node(
                 peer.name,
                 up_bytes_per_s=peer.up_bytes_per_s,
                 down_bytes_per_s=peer.down_bytes_per_s,
                 latency_s=peer.latency_s,
+                loss=peer.loss,
             )
+            if peer.nat:
+                self.network.refuse(peer.name)
 
     # --- running ------------------------------------------------------------------------------
 
-    async def run(self, nemesis: Callable[[World, trio.Nursery], Any] | None = None) -> None:
-        """Run coordinator, peers and nemesis until the coordinator is done.
+    async def run(self, nemesis: Callable[[World], Awaitable[None]] | None = None) -> None:
+        """Run coordinator, peers and nemesis until the coordinator is done, and look at the rest.
 
-        ``nemesis`` is an async function that does harm; it gets this world and the nursery in
-        which peers run.
+        ``nemesis`` is an async function that does harm.
+
+        Raises:
+            EchoError: The coordinator has failed, and nobody had killed it.
         """
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             nursery.start_soon(self.network.run)
-            for name in self._machines:
-                nursery.start_soon(self.run_peer, name)
+            nursery.start_soon(self.watch.sample)
+            for name, machine in self.machines.items():
+                if machine.spec.joins_s is not None:
+                    nursery.start_soon(self._start_later, name, machine.spec.joins_s)
             if nemesis is not None:
-                nursery.start_soon(nemesis, self, nursery)
-            await self.run_coordinator()
-            with trio.move_on_after(60.0):
-                while any(machine.scope is not None for machine in self._machines.values()):
-                    await self._ended.park()
+                nursery.start_soon(nemesis, self)
+            nursery.start_soon(self._stop_in_time)
+            await self._keep_coordinator()
+            self.ended.set()
+            with trio.move_on_after(GOODBYE_S):
+                while any(machine.running for machine in self.machines.values()):
+                    await self._over.park()
             nursery.cancel_scope.cancel()
+        self.watch.look_back(self.disk.look(STORE))
+
+    async def _start_later(self, name: str, at_s: float) -> None:
+        await trio.sleep_until(at_s)
+        await self.run_peer(name)
+
+    async def _stop_in_time(self) -> None:
+        if self.spec.stop_s is not None:
+            await trio.sleep_until(self.spec.stop_s)
+            self.journal.event("world.stops")
+            self._stops = True
+            if self.app is not None:
+                self.app.stop()
+
+    # --- the coordinator ----------------------------------------------------------------------
+
+    async def _keep_coordinator(self) -> None:
+        """Run the coordinator, once more after each kill, until a life ends by itself."""
+        while True:
+            failure: BaseException | None = None
+            with trio.CancelScope() as self._coordinator_scope:
+                try:
+                    await self.run_coordinator()
+                except (EchoError, BaseExceptionGroup) as error:
+                    failure = error
+            self.app = self.learner = None
+            self.is_open = False
+            if not self._down and failure is not None:
+                raise failure
+            if not self._down:
+                return
+            await self._wanted.wait()
 
     async def run_coordinator(self) -> None:
         """Run the coordinator to its end; once more on the same disk is its next life."""
         self._coordinator_lives += 1
         life = f" life {self._coordinator_lives}" if self._coordinator_lives > 1 else ""
-        entropy = self._entropy.fork(COORDINATOR + life)
+        entropy = self.entropy.fork(COORDINATOR + life)
         journal = self.journal.bind(node=COORDINATOR)
-        async with self.disk.open_store("run", MIGRATIONS) as store:
+        async with self.disk.open_store(STORE, MIGRATIONS) as store:
             ports = CoordinatorPorts(
                 clock=SimClock(),
                 entropy=entropy,
                 journal=journal,
                 offload=InlineOffload(),
-                streams=self.network.streams(COORDINATOR),
+                streams=WatchedStreams(
+                    self.network.streams(COORDINATOR), self._truth, self._frames.seen
+                ),
                 make_http_server=lambda _: self.http.server(COORDINATOR, journal),
                 store=store,
                 blobs=self.disk.blobs(),
@@ -220,65 +247,112 @@ class World:
                 model_dir=Path("model"),
                 model_config="{}",
             )
-            self.app = CoordinatorApp(
-                self.spec.settings, ports, tls=False, on_opened=self._on_opened
-            )
+            self.app = CoordinatorApp(self._settings, ports, tls=False, on_opened=self._on_opened)
             self.summary = await self.app.run()
 
     def _on_opened(self, opened: Opened) -> None:
         self._address = opened
+        self.is_open = True
+        if self._stops and self.app is not None:
+            self.app.stop()
+        self._excused_until_s = trio.current_time() + GRACE_S
         self._opened.set()
 
     def _make_learner(self) -> FakeLearner:
-        lives, faults = self._learner_lives, self.spec.learner_faults
+        spec, lives, faults = self.spec, self._learner_lives, self.spec.learner_faults
         self._learner_lives += 1
-        return FakeLearner(
+        self.learner = FakeLearner(
             self.checkpoints,
-            start_s=self.spec.learner_start_s,
-            step_s=self.spec.learner_step_s,
+            start_s=spec.learner_start_s,
+            step_s=spec.learner_step_s,
+            save_s=spec.learner_save_s,
             faults=faults[lives] if lives < len(faults) else None,
+            history=lambda what, step, names: self.history.append((what, step, names)),
         )
+        return self.learner
+
+    # --- peers --------------------------------------------------------------------------------
 
     async def run_peer(self, name: str) -> None:
         """Run one peer until it ends or is crashed."""
-        machine = self._machines[name]
-        assert machine.scope is None, f"{name} already runs"
-        await self._opened.wait()
-        assert self._address is not None
+        machine = self.machines[name]
+        assert not machine.running, f"{name} already runs"
         machine.lives += 1
-        entropy = self._entropy.fork(f"{name} life {machine.lives}")
+        machine.outcome = None
+        failure: EchoError | None = None
+        outcome: str | None = "killed"
+        with trio.CancelScope() as machine.scope:
+            await self._opened.wait()
+            settings, ports = self._peer_settings(machine), self._ports(machine)
+            machine.app = PeerApp(settings, ports, machine.identity)
+            try:
+                outcome = await machine.app.run()
+            except EchoError as error:
+                failure = error
+        machine.ended(failure, outcome)
+        self.watch.peer_ended(machine)
+        self._over.unpark_all()
+
+    def _peer_settings(self, machine: Machine) -> PeerSettings:
+        assert self._address is not None
         spec = machine.spec
-        ports = PeerPorts(
-            clock=SimClock(),
-            entropy=entropy,
-            journal=self.journal.bind(node=name),
-            offload=InlineOffload(),
-            streams=self.network.streams(name),
-            http=self.http.clients(name),
-            memory=SimSharedMemory(),
-            make_engine=lambda: FakeEngine(
-                start_s=spec.start_s, load_s=0.05, seconds_per_token=spec.seconds_per_token
-            ),
-            engine_kind="fake",
-            hardware=Hardware(accelerator="virtual", cores=1, memory_bytes=1 << 30),
-        )
-        settings = PeerSettings.model_validate(
+        return PeerSettings.model_validate(
             {
                 "url": self._address.url,
                 "token": self._address.token,
-                "name": name,
-                "relay": {"public_host": name},
+                "name": spec.name,
+                "price_usd_per_hour": spec.price_usd_per_hour,
+                "data_cap_per_day": spec.data_cap_per_day,
+                "relay": {"public_host": None if spec.nat else spec.name},
                 "engine": {"leases_at_once": spec.leases_at_once},
             }
         )
-        with trio.CancelScope() as machine.scope:
-            machine.outcome = await PeerApp(settings, ports, machine.identity).run()
-        machine.scope = None
-        self._ended.unpark_all()
+
+    def _ports(self, machine: Machine) -> PeerPorts:
+        spec = machine.spec
+        watched = self._frames.seen if machine.honest else _not_seen
+        return PeerPorts(
+            clock=machine.clock,
+            entropy=machine.entropy.fork(f"life {machine.lives}"),
+            journal=self.journal.bind(node=spec.name),
+            offload=InlineOffload(),
+            streams=WatchedStreams(
+                self.network.streams(spec.name), machine.lies, watched, hides=spec.nat
+            ),
+            http=WatchedHttp(
+                self.http.clients(spec.name), spec.name, machine.lies, self.record, self._loot
+            ),
+            memory=SimSharedMemory(),
+            make_engine=lambda: self._make_engine(machine),
+            engine_kind="fake",
+            hardware=Hardware(accelerator="virtual", cores=1, memory_bytes=1 << 30),
+            outbox=machine.disk.blobs(),
+        )
+
+    def _make_engine(self, machine: Machine) -> FakeEngine:
+        spec = machine.spec
+        machine.engine = FakeEngine(
+            start_s=spec.start_s,
+            load_s=spec.load_s,
+            seconds_per_token=spec.seconds_per_token,
+            lengths=spec.lengths,
+            pace=machine.pace,
+        )
+        return machine.engine
+
+    @property
+    def excused(self) -> bool:
+        """Whether peers may be lost because the coordinator is, or was of late, away."""
+        return not self.is_open or trio.current_time() < self._excused_until_s
 
     def peer_id(self, name: str) -> str:
         """Return the id of a machine's identity."""
-        return self._machines[name].identity.peer_id
+        return self.machines[name].identity.peer_id
+
+    def machine_of(self, peer_id: str) -> Machine | None:
+        """Return whose identity this is, or was."""
+        name = self._names.get(PeerId(peer_id))
+        return None if name is None else self.machines[name]
 
     async def wait_event(self, name: str, **fields: object) -> None:
         """Wait until an event of this name and with these fields happens from now on."""
@@ -293,27 +367,63 @@ class World:
     # --- harm ---------------------------------------------------------------------------------
 
     def crash_peer(self, name: str) -> None:
-        """Kill -9: nothing is said, every connection breaks."""
-        machine = self._machines[name]
+        """Kill -9: nothing is said, every connection breaks, unsynced writes are lost."""
+        machine = self.machines[name]
         self.journal.event("nemesis.crash", node=name)
+        machine.harm_begins()
+        machine.disk.crash()
         self.network.crash(name)
         self.http.cut(name, COORDINATOR)
         if machine.scope is not None:
             machine.scope.cancel()
 
-    def restart_peer(self, name: str, nursery: trio.Nursery) -> None:
-        """Start it again with its old identity."""
-        self.journal.event("nemesis.restart", node=name)
+    def restart_peer(self, name: str, *, with_disk: bool = True) -> None:
+        """Start a crashed machine again, as itself, or as a stranger if its disk is lost."""
+        machine = self.machines[name]
+        self.journal.event("nemesis.restart", node=name, with_disk=with_disk)
+        if not with_disk:
+            machine.lose_disk()
+            self._names[machine.identity.peer_id] = name
         self.network.restart(name)
         self.http.heal(name, COORDINATOR)
-        nursery.start_soon(self.run_peer, name)
+        machine.harm_ends()
+        self.start_peer(name)
+
+    def start_peer(self, name: str) -> None:
+        """Start a peer that does not run."""
+        assert self._nursery is not None
+        self._nursery.start_soon(self.run_peer, name)
+
+    def crash_coordinator(self) -> None:
+        """Kill -9 of the coordinator and its children; its disk loses what was not synced."""
+        self.journal.event("nemesis.crash", node=COORDINATOR)
+        self._down, self._wanted = True, trio.Event()
+        self.disk.crash()
+        self.network.crash(COORDINATOR)
+        self.http.crash(COORDINATOR)
+        assert self._coordinator_scope is not None
+        self._coordinator_scope.cancel()
+
+    def fill_disk(self) -> None:
+        """Refuse every write of the coordinator, which must end because of it."""
+        self.journal.event("nemesis.disk_full", node=COORDINATOR)
+        self._down, self._wanted = True, trio.Event()
+        self.disk.full = True
+
+    def restart_coordinator(self) -> None:
+        """Start it again on what is left of its disk, with room."""
+        self.journal.event("nemesis.restart", node=COORDINATOR)
+        self.disk.full = False
+        self.network.restart(COORDINATOR)
+        self._down = False
+        self._wanted.set()
 
     # --- what came out ------------------------------------------------------------------------
 
     @property
     def breaches(self) -> list[str]:
         """What the checkers found."""
-        return self.journal.breaches
+        return self.watch.breaches
 
     def trace_lines(self) -> list[str]:
         """Return every event as one JSON line."""
@@ -321,3 +431,13 @@ class World:
             json.dumps({"t": entry.at_s, "event": entry.name, **entry.fields}, sort_keys=True)
             for entry in self.trace.entries
         ]
+
+
+def _not_seen(event: Event) -> None:
+    """A liar's frames are no evidence."""
+
+
+def _with_fixed_ports(settings: Settings) -> Settings:
+    """Return the settings of a coordinator that is found again after a restart."""
+    server = settings.server.model_copy(update={"host": COORDINATOR, "relay_port": RELAY_PORT})
+    return settings.model_copy(update={"server": server})

@@ -99,3 +99,5 @@ class SwarmStatistics:
     """Queued unasked."""
     chunks_requested: int
     chunks_redealt: int
+    longest_queue: int
+    """Chunks that wait for one link now, at most `SwarmSettings.queue_chunks_max` and a window."""

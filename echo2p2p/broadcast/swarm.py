@@ -366,8 +366,8 @@ class Swarm:
 
     def statistics(self) -> SwarmStatistics:
         """Return the counters."""
-        counts = (self._pushed, self._requested, self._redealt)
-        return SwarmStatistics(self._duplicate_bytes, self._unknown_bytes, *counts)
+        waste, longest = (self._duplicate_bytes, self._unknown_bytes), self._uploads.longest
+        return SwarmStatistics(*waste, self._pushed, self._requested, self._redealt, longest)
 
     # --- inside -------------------------------------------------------------------------------
 

@@ -46,6 +46,11 @@ class Uploads:
         """Return a link's queue."""
         return self._outboxes[link]
 
+    @property
+    def longest(self) -> int:
+        """Chunks in the longest queue."""
+        return max((len(outbox) for outbox in self._outboxes.values()), default=0)
+
     def in_turn(self) -> Iterator[tuple[PeerId, Outbox]]:
         """Yield the links, those first that were sent nothing for longest."""
         yield from list(self._outboxes.items())

@@ -17,7 +17,7 @@ import trio
 
 from echo2p2p.errors import LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE, ManifestId, PeerId
-from echo2p2p.limits import NEIGHBOURS_MAX
+from echo2p2p.limits import NEIGHBOURS_MAX, Fill
 from echo2p2p.net.link import Link, LinkSettings, open_link
 from echo2p2p.net.ports import Endpoint, Journal, Streams
 from echo2p2p.net.redial import Backoff, RedialSettings
@@ -150,6 +150,23 @@ class Connections:
             yield LinkStatistics(
                 session.peer_id, session.link.rtt_s, session.sent_bytes, session.received_bytes
             )
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full everything is that has a bound; of many alike, the fullest."""
+        settings = self._settings
+        waiting = [session.link.waiting for session in self._sessions.values()]
+        yield Fill("links", len(self._sessions), settings.links_max)
+        yield Fill("handshakes", self._handshakes, settings.handshakes_max)
+        yield Fill(
+            "control frames of a link",
+            max((frames for frames, _ in waiting), default=0),
+            settings.link.queue_frames_max,
+        )
+        yield Fill(
+            "bytes of control frames of a link",
+            max((size for _, size in waiting), default=0),
+            settings.link.queue_bytes_max,
+        )
 
     async def accept(self, stream: trio.abc.Stream) -> None:
         """Serve a connection that somebody opened to us, until it ends."""

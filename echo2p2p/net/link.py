@@ -156,6 +156,11 @@ class Link:
             dead_silent_s=settings.dead_silent_s,
         )
 
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Control frames that wait for the remote to read, and their bytes."""
+        return len(self._control), self._control_bytes
+
     def send_nowait(self, message: RelayFrame) -> None:
         """Queue a control frame. A full queue ends the link: the remote does not read."""
         settings = self._settings

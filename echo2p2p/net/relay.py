@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,9 +32,11 @@ from echo2p2p.errors import (
     Violation,
 )
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
-from echo2p2p.net.connections import Connections, ConnectionSettings, LinkStatistics
+from echo2p2p.limits import UNVERIFIED_CHUNKS_MAX, Fill
+from echo2p2p.net.connections import Connections, ConnectionSettings
 from echo2p2p.net.perform import perform_effect
 from echo2p2p.net.ports import Endpoint, Entropy, Journal, Streams
+from echo2p2p.net.relay_statistics import RelayStatistics
 from echo2p2p.weights.assembly import Added, Assembly, Early
 from echo2p2p.weights.manifest import check_header
 from echo2p2p.wire.arrays import to_tokens
@@ -67,24 +69,6 @@ class RelaySettings:
 
     swarm: SwarmSettings = field(default_factory=SwarmSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
-
-
-@dataclass(frozen=True, slots=True)
-class RelayStatistics:
-    """What a node has done since its start."""
-
-    links: tuple[LinkStatistics, ...]
-    relayed_bytes: int
-    """Chunk payload, as are all bytes here: sent over links that are up and links that were."""
-    relayed_delta_bytes: int
-    """The part of it that belongs to deltas."""
-    received_bytes: int
-    duplicate_bytes: int
-    unknown_bytes: int
-    """Received of payloads that we do not follow."""
-    bad_chunks: Mapping[str, int]
-    """By source."""
-    chunks_redealt: int
 
 
 @dataclass(eq=False, slots=True)
@@ -133,6 +117,7 @@ class RelayNode:
         settings: RelaySettings | None = None,
     ) -> None:
         settings = settings or RelaySettings()
+        self._tuning = settings
         self._self = Self(me, run_id, run_public_key, card, sign)
         self._streams = streams
         self._endpoint = endpoint
@@ -305,6 +290,22 @@ class RelayNode:
             unknown_bytes=swarm.unknown_bytes,
             bad_chunks=dict(self._bad_chunks),
             chunks_redealt=swarm.chunks_redealt,
+        )
+
+    def fills(self) -> Iterator[Fill]:
+        """Yield how full everything is that has a bound; of many alike, the fullest."""
+        swarm = self._tuning.swarm
+        yield from self._connections.fills()
+        yield Fill(
+            "chunks that wait for a link",
+            self._swarm.statistics().longest_queue,
+            swarm.queue_chunks_max + swarm.send_window_chunks,
+        )
+        unverified = (payload.assembly.unverified for payload in self._payloads.values())
+        yield Fill(
+            "chunks of a payload that wait for chunk 0",
+            max(unverified, default=0),
+            UNVERIFIED_CHUNKS_MAX,
         )
 
     def _open(self, signed: Signed) -> ManifestHeader:

@@ -81,6 +81,26 @@ class VersionsNeverFork:
         return None
 
 
+class VersionsAreWhole:
+    """What a peer applies, and what its engine proves, is bit for bit what was published."""
+
+    name = "a version is whole or absent"
+
+    def __init__(self) -> None:
+        self._digests: dict[object, object] = {}
+
+    def see(self, event: str, fields: Mapping[str, object]) -> str | None:
+        """Look at each publication, application and load."""
+        version, digest = fields.get("version"), fields.get("digest")
+        if event == "version.published":
+            self._digests[version] = digest
+        elif event in {"version.applied", "version.loaded"}:
+            known = self._digests.get(version)
+            if known is not None and digest != known:
+                return f"{event} of {version} has digest {digest}, published was {known}"
+        return None
+
+
 class StepsOnlyGoBackByRollback:
     """The learner's steps count up by one, except at a rollback."""
 

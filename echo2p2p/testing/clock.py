@@ -21,14 +21,18 @@ EPOCH_S: Final = 1_800_000_000.0
 
 
 class SimClock:
-    """`WallClock` on virtual time; ``skew_s`` is how far this machine's clock is ahead."""
+    """`WallClock` on virtual time.
+
+    Attributes:
+        skew_s: How far this machine's clock is ahead; may be changed at any time.
+    """
 
     def __init__(self, skew_s: float = 0.0) -> None:
-        self._skew_s = skew_s
+        self.skew_s = skew_s
 
     def time(self) -> float:
         """Return seconds since 1970 UTC."""
-        return EPOCH_S + self._skew_s + trio.current_time()
+        return EPOCH_S + self.skew_s + trio.current_time()
 
 
 def run_virtual(async_fn: Callable[[*Args], Awaitable[T]], *args: *Args, seed: int) -> T:

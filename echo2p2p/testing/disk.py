@@ -11,7 +11,7 @@ import sqlite3
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import trio
 
@@ -61,6 +61,18 @@ class SimDisk:
         self._power_cuts += 1
         for database in self._stores.values():
             database.lose_power()
+
+    def look(self, name: str = "store") -> Rows:
+        """Return the rows of a database as they are on disk, for an audit; nobody may have it open.
+
+        Raises:
+            StoreError: There is none.
+        """
+        database = self._stores.get(name)
+        if database is None:
+            raise StoreError(f"there is no database {name}")
+        assert not database.open, f"{name} is in use"
+        return cast("Rows", database.connection)
 
     def blobs(self) -> SimBlobs:
         """Return the machine's blobs, until the next crash."""

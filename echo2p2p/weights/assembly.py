@@ -159,6 +159,11 @@ class Assembly:
         return [index for index, flag in enumerate(self._is_held) if not flag]
 
     @property
+    def unverified(self) -> int:
+        """Chunks that wait for chunk 0."""
+        return len(self._waiting.chunks)
+
+    @property
     def ready_bytes(self) -> int:
         """How many bytes of the payload are verified without a gap, from its start."""
         while self._ready < self.count and self._is_held[self._ready]:

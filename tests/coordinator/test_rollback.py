@@ -1,7 +1,5 @@
 """Versions never fork: a learner that loses steps goes on under new numbers."""
 
-import trio
-
 from coordinator.config import Settings
 from echo2p2p.testing.clock import run_virtual
 from scenarios.fake_learner import LearnerFaults
@@ -79,7 +77,7 @@ def test_a_run_that_is_told_to_stop_saves_what_it_has_learnt_and_goes_on_from_th
     spec = WorldSpec(settings=SETTINGS, peers=(PeerSpec("ann"), PeerSpec("bob")))
     made: list[World] = []
 
-    async def stop_at_5(world: World, nursery: trio.Nursery) -> None:
+    async def stop_at_5(world: World) -> None:
         await world.wait_event("step.done", step=5)
         assert world.app is not None
         world.app.stop()

@@ -1,0 +1,239 @@
+"""The checkers of a virtual world, all of them always on.
+
+Some see every event as it happens (`echo2p2p.testing.checkers`, which also fit a real run's log),
+one sees every frame that an honest machine sends, some look at the apps every virtual second, and
+some look back when all is over. A breach is a line that begins with the checker's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from echo2p2p.errors import RemoteProtocolError
+from echo2p2p.ids import DIGEST_BYTES, ManifestId, digest_of, manifest_id_of
+from echo2p2p.limits import Fill
+from echo2p2p.net.ports import Journal, Rows
+from echo2p2p.testing.checkers import (
+    Checker,
+    LedgerBalances,
+    NothingTooOld,
+    StepsOnlyGoBackByRollback,
+    VersionsAreWhole,
+    VersionsNeverFork,
+)
+from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.wire import codec
+from echo2p2p.wire.frames import ChunkPayload, Event
+from echo2p2p.wire.messages import ManifestHeader, Offer
+from scenarios.audit import audit_rows, surviving
+
+if TYPE_CHECKING:
+    from scenarios.machines import Machine
+    from scenarios.world import World
+
+SAMPLE_S: Final = 1.0
+BREACHES_MAX: Final = 100
+"""Further ones are counted only: one bug can break an invariant at every event."""
+
+QUEUES_BOUNDED: Final = "every queue is bounded"
+NOTHING_UNVERIFIED: Final = "no unverified byte is relayed"
+NO_HONEST_EVICTED: Final = "no honest peer is evicted"
+TRAINED_ONCE: Final = "acknowledged is trained once or rejected with a reason"
+EVERYTHING_ENDS: Final = "leases and terms end"
+CONVERGES: Final = "live peers converge after healing"
+NO_IDLING: Final = "the learner idles no more than stated"
+ENDS_WELL: Final = "the run ends"
+
+
+class Watch:
+    """All checkers of one world.
+
+    Args:
+        world: Looked at, never touched.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        rollouts = world.spec.settings.rollouts
+        self.checkers: list[Checker] = [
+            LedgerBalances(lambda: None if world.app is None else world.app.balance()),
+            NothingTooOld(rollouts.staleness_budget),
+            VersionsNeverFork(),
+            VersionsAreWhole(),
+            StepsOnlyGoBackByRollback(),
+            NoHonestPeerPunished(world),
+        ]
+        self.breaches: list[str] = []
+        self.breaches_more = 0
+        self.fullest: dict[str, Fill] = {}
+        """The highest fill seen of each bound."""
+
+    def breach(self, checker: str, detail: str) -> None:
+        """Note that an invariant is broken."""
+        if len(self.breaches) >= BREACHES_MAX:
+            self.breaches_more += 1
+            return
+        self.breaches.append(f"{checker}: {detail} (t = {trio.current_time():.3f} s)")
+
+    def see(self, name: str, fields: Mapping[str, object]) -> None:
+        """Show an event to all checkers."""
+        for checker in self.checkers:
+            if (wrong := checker.see(name, fields)) is not None:
+                self.breach(checker.name, wrong)
+
+    async def sample(self) -> None:
+        """Look at the apps every virtual second, until cancelled."""
+        while True:
+            await trio.sleep(SAMPLE_S)
+            if self._world.app is not None and self._world.is_open:
+                self._look_at("coordinator", self._world.app.fills())
+            for machine in self._world.machines.values():
+                if machine.app is not None and machine.honest:
+                    self._look_at("peer", machine.app.fills())
+
+    def _look_at(self, who: str, fills: Iterator[Fill]) -> None:
+        for fill in fills:
+            key = f"{who}: {fill.what}"
+            known = self.fullest.get(key)
+            if known is None or fill.now > known.now:
+                self.fullest[key] = fill
+                if fill.now > fill.limit:
+                    name = EVERYTHING_ENDS if fill.what in OVERDUE else QUEUES_BOUNDED
+                    self.breach(name, f"{key}: {fill.now}, at most {fill.limit}")
+
+    def peer_ended(self, machine: Machine) -> None:
+        """A peer's life is over."""
+        if machine.outcome in {"finished", "killed"} or machine.excused(trio.current_time()):
+            return
+        if machine.honest and not self._world.ended.is_set():
+            self.breach(NO_HONEST_EVICTED, f"{machine.spec.name} gave up: {machine.outcome}")
+
+    def look_back(self, rows: Rows) -> None:
+        """Compare store, clients and learner, once nothing runs any more."""
+        world = self._world
+        history = surviving(world.history)
+        groups = world.spec.settings.rollouts.prompts_per_step
+        look = audit_rows(rows, history, world.record, groups_per_step=groups)
+        for problem in [*look.findings.problems, *world.record.problems]:
+            self.breach(TRAINED_ONCE, problem)
+        summary = world.summary
+        if summary is None:
+            self.breach(ENDS_WELL, "the coordinator has left no summary")
+            return
+        counts = summary["trajectories"]
+        if not (counts["balances"] and counts["recount_agrees"]):
+            self.breach("ledger balances", f"at the end: {counts}")
+        if counts["in_flight"]:
+            self.breach(EVERYTHING_ENDS, f"{counts['in_flight']} trajectories are in flight")
+        for machine in world.machines.values():
+            if machine.honest and machine.running:
+                self.breach(ENDS_WELL, f"{machine.spec.name} has not heard of it")
+
+
+PUNISHES: Final = {"peer.evicted": "peer", "link.violated": "peer", "chunk.rejected": "source"}
+"""Events that blame somebody, and the field that says whom."""
+OVERDUE: Final = frozenset({"leases past their deadline", "members past their term"})
+
+
+class NoHonestPeerPunished:
+    """Nobody who keeps to the protocol, and whom no fault has hit, is evicted or cut off.
+
+    Args:
+        world: Knows who that is.
+    """
+
+    name = NO_HONEST_EVICTED
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def see(self, event: str, fields: Mapping[str, object]) -> str | None:
+        """Look at evictions, and at what honest machines say of others."""
+        if event not in PUNISHES:
+            return None
+        accused, accuser = fields.get(PUNISHES[event]), str(fields.get("node"))
+        world, now = self._world, trio.current_time()
+        if accuser in world.machines and not world.machines[accuser].honest:
+            return None
+        if accused == "source":
+            return f"{accuser} says {event} of the source"
+        machine = world.machine_of(str(accused))
+        if machine is None or not machine.honest or machine.excused(now) or world.excused:
+            return None
+        return f"{accuser} says {event} of {machine.spec.name}"
+
+
+@dataclass
+class CheckedJournal:
+    """A `TraceJournal` that shows each event to the checkers."""
+
+    trace: TraceJournal
+    watch: Watch
+    happened: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+
+    def event(self, name: str, /, **fields: object) -> None:
+        """Record, then look."""
+        self.trace.event(name, **fields)
+        self.watch.see(name, self.trace.entries[-1].fields)
+        self.happened.unpark_all()
+
+    def bind(self, **fields: object) -> Journal:
+        """Return a journal on the same trace and checkers."""
+        return CheckedJournal(self.trace.bind(**fields), self.watch, self.happened)
+
+
+class FrameWatch:
+    """Compares every chunk that an honest machine sends with the signed manifest's digests."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._headers: dict[ManifestId, ManifestHeader] = {}
+        self._digests: dict[ManifestId, bytes] = {}
+        self._early: dict[ManifestId, list[tuple[int, bytes]]] = {}
+
+    def seen(self, event: Event) -> None:
+        """Look at one outgoing frame or chunk."""
+        if isinstance(event, ChunkPayload):
+            self._look_at(event)
+        elif isinstance(event.message, Offer):
+            body = event.message.manifest.body
+            if manifest_id_of(body) not in self._headers:
+                try:
+                    self._headers[manifest_id_of(body)] = codec.decode(body, ManifestHeader)
+                except RemoteProtocolError as error:
+                    self._watch.breach(NOTHING_UNVERIFIED, f"a manifest of garbage: {error}")
+
+    def _look_at(self, chunk: ChunkPayload) -> None:
+        manifest_id, digest = chunk.manifest_id, digest_of(chunk.data)
+        header, digests = self._headers.get(manifest_id), self._digests.get(manifest_id)
+        if chunk.index == 0 and header is not None:
+            self._compare(manifest_id, 0, digest, header.index_digest)
+            if digests is None and digest == header.index_digest:
+                self._digests[manifest_id] = bytes(chunk.data)
+                for index, early in self._early.pop(manifest_id, []):
+                    self._compare(manifest_id, index, early, _digest_at(chunk.data, index))
+        elif digests is not None:
+            self._compare(manifest_id, chunk.index, digest, _digest_at(digests, chunk.index))
+        else:
+            self._early.setdefault(manifest_id, []).append((chunk.index, digest))
+
+    def _compare(self, manifest_id: ManifestId, index: int, digest: bytes, wanted: bytes) -> None:
+        if digest != wanted:
+            detail = f"chunk {index} of {manifest_id.hex()} is not the manifest's"
+            self._watch.breach(NOTHING_UNVERIFIED, detail)
+
+
+def _digest_at(index: bytes | memoryview, at: int) -> bytes:
+    """Return the digest of chunk ``at``, from chunk 0."""
+    return bytes(index[(at - 1) * DIGEST_BYTES : at * DIGEST_BYTES])
+
+
+def idle_share(summary: Mapping[str, object]) -> float:
+    """Return the learner's idle share of a run."""
+    share = summary.get("learner_idle_share")
+    return float(share) if isinstance(share, int | float) else math.nan
