@@ -78,6 +78,8 @@ class Machine:
     """It has never lied."""
     excused_until_s: float = -math.inf
     """Until then nobody may wonder if it is evicted, or has links broken."""
+    expected: bool = True
+    """It is switched on, or will be: it has not departed."""
     faults: int = 0
     """Under way on it now."""
 
@@ -91,6 +93,7 @@ class Machine:
             disk=SimDisk(),
             clock=SimClock(spec.clock_ahead_s),
             lies=Lies(entropy.rng("lies")),
+            expected=spec.joins_s is not None,
         )
 
     @property

@@ -47,6 +47,7 @@ TRAINED_ONCE: Final = "acknowledged is trained once or rejected with a reason"
 EVERYTHING_ENDS: Final = "leases and terms end"
 CONVERGES: Final = "live peers converge after healing"
 NO_IDLING: Final = "the learner idles no more than stated"
+STATED_RATE: Final = "the run goes on at the stated rate"
 ENDS_WELL: Final = "the run ends"
 
 
@@ -68,6 +69,12 @@ class Watch:
             StepsOnlyGoBackByRollback(),
             NoHonestPeerPunished(world),
         ]
+        self.newest: int | None = None
+        """Version."""
+        self.proved: dict[str, int] = {}
+        """Version that each machine's engine has proved in this life of its peer."""
+        self.converged_s: float | None = None
+        """When every live peer had caught up after healing."""
         self.breaches: list[str] = []
         self.breaches_more = 0
         self.fullest: dict[str, Fill] = {}
@@ -82,6 +89,11 @@ class Watch:
 
     def see(self, name: str, fields: Mapping[str, object]) -> None:
         """Show an event to all checkers."""
+        version = fields.get("version")
+        if name == "version.published" and isinstance(version, int):
+            self.newest = version
+        elif name == "version.loaded" and isinstance(version, int):
+            self.proved[str(fields.get("node"))] = version
         for checker in self.checkers:
             if (wrong := checker.see(name, fields)) is not None:
                 self.breach(checker.name, wrong)
@@ -108,6 +120,7 @@ class Watch:
 
     def peer_ended(self, machine: Machine) -> None:
         """A peer's life is over."""
+        self.proved.pop(machine.spec.name, None)
         if machine.outcome in {"finished", "killed"} or machine.excused(trio.current_time()):
             return
         if machine.honest and not self._world.ended.is_set():

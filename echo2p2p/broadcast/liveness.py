@@ -12,8 +12,11 @@ from typing import Final
 
 PING_IDLE_S: Final = 2.0
 DEAD_SILENT_S: Final = 6.0
+ACCEPTOR_PATIENCE: Final = 1.25
+"""The side that accepted a link waits so much longer: the dialler's ping, and the answer, then tell
+both what they want to know, and half as many pings are sent."""
 
-assert PING_IDLE_S * 2 < DEAD_SILENT_S
+assert PING_IDLE_S * ACCEPTOR_PATIENCE * 2 < DEAD_SILENT_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ from typing import Final, Protocol
 
 import trio
 
-from echo2p2p.broadcast.liveness import DEAD_SILENT_S, PING_IDLE_S, Dead, Liveness, SendPing
+from echo2p2p.broadcast.liveness import (
+    ACCEPTOR_PATIENCE,
+    DEAD_SILENT_S,
+    PING_IDLE_S,
+    Dead,
+    Liveness,
+    SendPing,
+)
 from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
 from echo2p2p.limits import LINK_SEND_TIMEOUT_S, MIB
@@ -102,7 +109,7 @@ async def open_link(
     finally:
         if not opened:
             await trio.aclose_forcefully(stream)
-    return Link(frames, peer, rtt_s, settings)
+    return Link(frames, peer, rtt_s, settings, is_dialler=expected is not None)
 
 
 async def _shake_hands(frames: FrameStream, handshake: Handshake) -> tuple[Authenticated, float]:
@@ -136,7 +143,13 @@ class Link:
     """One link, from its handshake to its end; `run` once, send any time."""
 
     def __init__(
-        self, frames: FrameStream, peer: Authenticated, rtt_s: float, settings: LinkSettings
+        self,
+        frames: FrameStream,
+        peer: Authenticated,
+        rtt_s: float,
+        settings: LinkSettings,
+        *,
+        is_dialler: bool,
     ) -> None:
         self.peer = peer
         self.rtt_s = rtt_s
@@ -152,7 +165,7 @@ class Link:
         self._goodbye: str | None = None
         self._liveness = Liveness(
             trio.current_time(),
-            ping_idle_s=settings.ping_idle_s,
+            ping_idle_s=settings.ping_idle_s * (1.0 if is_dialler else ACCEPTOR_PATIENCE),
             dead_silent_s=settings.dead_silent_s,
         )
 

@@ -34,6 +34,9 @@ LOSS_MAX: Final = 0.5
 MATHIS: Final = 1.22
 FAST_RETRANSMIT_PACKETS: Final = 4
 """So many packets behind a lost one tell at once that it is missing; else a timer must."""
+AT_ONCE_S: Final = 1e-4
+"""What ends within so short a time is not waited for: it would only cost events. Rates are kept, as
+a line's next bytes still start where these end."""
 TIMER_MIN_S: Final = 0.2
 """Least retransmission timeout, as in Linux."""
 
@@ -175,7 +178,7 @@ class SimLinks:
         """Bring ``size`` bytes over; ``deliver`` runs when the last of them is there.
 
         Returns:
-            Seconds until they have left.
+            Seconds until they have left; 0 if that is within `AT_ONCE_S`.
         """
         now, sender, receiver = trio.current_time(), lane.sender, lane.receiver
         again_bytes, late_s = self._losses(lane, size)
@@ -194,12 +197,15 @@ class SimLinks:
             start = max(now, receiver.down_free_s)
             receiver.down_free_s = start + size / receiver.down_bytes_per_s
             receiver.received_bytes += size
-            self.after(receiver.down_free_s - now, deliver)
+            if receiver.down_free_s - now < AT_ONCE_S:
+                deliver()
+            else:
+                self.after(receiver.down_free_s - now, deliver)
 
         way_s = 0.0 if lane.is_under_way else sender.latency_s + receiver.latency_s
         lane.reached_s = max(lane.reached_s, left_s + way_s + late_s)
         self.after(lane.reached_s - now, arrive)
-        return left_s - now
+        return 0.0 if left_s - now < AT_ONCE_S else left_s - now
 
     async def carry(self, lane: Lane, size: int) -> None:
         """Bring ``size`` bytes over, segment by segment; returns when the last is there."""

@@ -303,7 +303,10 @@ class SimStream(trio.abc.HalfCloseableStream):
         self._unsent_bytes += len(segment)
         other = self.other
         leaves_s = self._network.travel(self.lane, len(segment), lambda: other.take(segment))
-        self._network.after(leaves_s, lambda: self._left(len(segment)))
+        if leaves_s:
+            self._network.after(leaves_s, lambda: self._left(len(segment)))
+        else:
+            self._unsent_bytes -= len(segment)
 
     def _left(self, count: int) -> None:
         self._unsent_bytes -= count
