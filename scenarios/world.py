@@ -48,6 +48,8 @@ __all__ = ["COORDINATOR", "PeerSpec", "World", "WorldSpec"]
 COORDINATOR: Final = "coordinator"
 STORE: Final = "run"
 RELAY_PORT: Final = 7071
+HANG_S: Final = 30.0
+"""A batch of an engine whose pace is not known yet may take so long; worlds are short."""
 GOODBYE_S: Final = 60.0
 """At the end, for peers to hear that the run is over."""
 
@@ -304,7 +306,10 @@ class World:
                 "price_usd_per_hour": spec.price_usd_per_hour,
                 "data_cap_per_day": spec.data_cap_per_day,
                 "relay": {"public_host": None if spec.nat else spec.name},
-                "engine": {"leases_at_once": spec.leases_at_once},
+                "engine": {
+                    "leases_at_once": spec.leases_at_once,
+                    "generate_timeout_s": HANG_S,
+                },
             }
         )
 
@@ -384,10 +389,18 @@ class World:
         if not with_disk:
             machine.lose_disk()
             self._names[machine.identity.peer_id] = name
+        machine.harm_ends()
+        assert self._nursery is not None
+        self._nursery.start_soon(self._restart, machine)
+
+    async def _restart(self, machine: Machine) -> None:
+        """Let the tasks of the life that was killed end before its line is mended."""
+        name = machine.spec.name
+        while machine.running:
+            await self._over.park()
         self.network.restart(name)
         self.http.heal(name, COORDINATOR)
-        machine.harm_ends()
-        self.start_peer(name)
+        await self.run_peer(name)
 
     def start_peer(self, name: str) -> None:
         """Start a peer that does not run."""
