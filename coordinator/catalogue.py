@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -19,6 +20,7 @@ from coordinator.payloads import Kept, assemble, blob_name
 from coordinator.schema import PayloadRow
 from echo2p2p.errors import IntegrityError, StoreError
 from echo2p2p.ids import Digest, Generation, ManifestId, RunId, Step, Version
+from echo2p2p.limits import DIGEST_BYTES
 from echo2p2p.net.ports import Blobs, Offload
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.weights import chain, chunks
@@ -27,6 +29,9 @@ from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.manifest import build_header, manifest_id
 from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record, sign_record
+
+PATHS_MAX: Final = 1024
+"""Paths that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class Catalogue:
         self._settings = settings
         self._links: dict[ManifestId, chain.Link] = {}
         self._signed: dict[ManifestId, Signed] = {}
+        self._paths: dict[tuple[Version | None, Version], tuple[chain.Link, ...]] = {}
 
     @property
     def links(self) -> list[chain.Link]:
@@ -86,8 +92,17 @@ class Catalogue:
         return open_record(signed, self._key.public_key().public_bytes_raw(), ManifestHeader)
 
     def path(self, have: Version | None, target: Version) -> tuple[chain.Link, ...]:
-        """Return the cheapest path; empty if there is none, or nothing to go."""
-        return chain.plan_path(self.links, have, target) or ()
+        """Return the cheapest path; empty if there is none, or nothing to go.
+
+        Remembered until something changes: all peers ask at once, and most from the same version.
+        """
+        path = self._paths.get((have, target))
+        if path is None:
+            if len(self._paths) >= PATHS_MAX:
+                self._paths.clear()
+            path = chain.plan_path(self._links.values(), have, target) or ()
+            self._paths[have, target] = path
+        return path
 
     def manifests(self, path: Iterable[chain.Link]) -> list[Signed]:
         """Return the manifests of links of ours."""
@@ -133,12 +148,6 @@ class Catalogue:
         state: PublishedState,
         base: tuple[Version, Digest] | None,
     ) -> ManifestHeader:
-        settings = self._settings
-        chunk_bytes = chunks.chunk_bytes_for(
-            len(payload),
-            chunk_bytes_min=settings.chunk_bytes_min,
-            chunk_bytes_max=settings.chunk_bytes_max,
-        )
         return build_header(
             content="model",
             run_id=RunId(self._run_id),
@@ -149,8 +158,20 @@ class Catalogue:
             base=base,
             result_digest=state.digest,
             layout=layout,
-            chunked=chunks.split(payload, chunk_bytes),
+            chunked=chunks.split(payload, self._chunk_bytes(len(payload))),
         )
+
+    def _chunk_bytes(self, payload_bytes: int) -> int:
+        return chunks.chunk_bytes_for(
+            payload_bytes,
+            chunk_bytes_min=self._settings.chunk_bytes_min,
+            chunk_bytes_max=self._settings.chunk_bytes_max,
+        )
+
+    def wire_bytes(self, payload_bytes: int) -> int:
+        """Return what a payload of this length takes with its index."""
+        count = -(-payload_bytes // self._chunk_bytes(payload_bytes))
+        return payload_bytes + count * DIGEST_BYTES
 
     def serve(self, written: Written, *, push: bool) -> chain.Link:
         """Offer a payload whose row is committed; returns its link.
@@ -171,16 +192,19 @@ class Catalogue:
 
     def _add(self, link: chain.Link, signed: Signed, assembly: Assembly, *, push: bool) -> None:
         self._links[link.manifest_id], self._signed[link.manifest_id] = link, signed
+        self._paths.clear()
         self._relay.publish(signed, assembly, push=push)
 
     async def keep_only(self, wanted: Iterable[chain.Link]) -> None:
-        """Forget all others; first in the store, so that none is missing that it speaks of."""
+        """Forget all others: at once for whoever asks, then in the store, then on disk."""
         keep = {link.manifest_id for link in wanted}
         gone = [identity for identity in self._links if identity not in keep]
         if not gone:
             return
-        await self._book.forget_payloads(gone)
-        for identity in gone:
+        for identity in gone:  # before anything is waited for: nobody is told of them any more
             del self._links[identity], self._signed[identity]
             self._relay.forget(identity)
+        self._paths.clear()
+        await self._book.forget_payloads(gone)
+        for identity in gone:
             await self._blobs.delete(blob_name(identity))

@@ -5,7 +5,7 @@ for eight gets twice of what it needs; but encoding must not keep those waiting 
 The idea: `echo2p2p.weights.chain` says which versions to join, so that few states are held; each
 merged delta is made after its version was published, one at a time and in one thread, and given up
 if the next publication begins first. It is announced and not pushed: who asks gets it. One that is
-no shorter than the deltas that it joins is not kept.
+no shorter than what leads there already is not kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from echo2p2p.weights.layout import Layout
 DELTA_MERGED: Final = "delta.merged"
 MERGE_SKIPPED: Final = "delta.merge_skipped"
 BEHIND: Final = "the next version was due first"
-NO_SHORTER: Final = "no shorter than the deltas that it would join"
+NO_SHORTER: Final = "no shorter than what leads there already"
 
 _Due = tuple[PublishedState, tuple[Version, Digest, bytearray]]
 """What a merged delta leads to, and what it starts from."""
@@ -88,7 +88,7 @@ class Merger:
         payload = await self._offload.run(partial(encode_delta, layout, bits, state.bits))
         steps = self._catalogue.path(start, state.version)
         size = sum(link.wire_bytes for link in steps)
-        if steps and len(payload) >= size:
+        if steps and self._catalogue.wire_bytes(len(payload)) >= size:
             self._journal.event(MERGE_SKIPPED, version=state.version, base=start, detail=NO_SHORTER)
             return
         with trio.CancelScope(shield=True):  # memory and disk agree on what there is
