@@ -19,8 +19,7 @@ from coordinator.config import WeightsSection
 from coordinator.payloads import Kept, assemble, blob_name
 from coordinator.schema import PayloadRow
 from echo2p2p.errors import IntegrityError, StoreError
-from echo2p2p.ids import Digest, Generation, ManifestId, RunId, Step, Version
-from echo2p2p.limits import DIGEST_BYTES
+from echo2p2p.ids import DIGEST_BYTES, Digest, Generation, ManifestId, RunId, Step, Version
 from echo2p2p.net.ports import Blobs, Offload
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.weights import chain, chunks
