@@ -214,7 +214,7 @@ async def test_a_merged_delta_leads_to_every_fourth_and_every_sixteenth_version(
 async def test_merged_deltas_are_in_no_figure_and_hasten_no_anchor(autojump_clock) -> None:
     async with open_desk(SimDisk()) as plain, open_desk(SimDisk(), skip_spans=[]) as without:
         for desk in (plain, without):
-            await desk.publish(40)
+            await desk.publish(40, walk(40, 3e-7))
         assert without.links(merged=True) == set()
         assert plain.links(merged=True) != set()
         assert plain.publisher.statistics() == without.publisher.statistics()
