@@ -65,6 +65,8 @@ class WorldSpec:
     source_up_bytes_per_s: float = 2.5e6
     learner_start_s: float = 3.0
     learner_step_s: float = 1.0
+    learner_changed_share: float = 0.02
+    """Of the elements, in a step."""
     learner_faults: tuple[LearnerFaults, ...] = ()
     """One a life of the learner; later lives have none."""
 
@@ -234,6 +236,7 @@ class World:
             self.checkpoints,
             start_s=self.spec.learner_start_s,
             step_s=self.spec.learner_step_s,
+            changed_share=self.spec.learner_changed_share,
             faults=faults[lives] if lives < len(faults) else None,
         )
 
@@ -298,6 +301,22 @@ class World:
         self.http.cut(name, COORDINATOR)
         if machine.scope is not None:
             machine.scope.cancel()
+
+    def part(self, name: str) -> None:
+        """Cut a machine off from everybody; what runs there goes on and hears nothing."""
+        self.journal.event("nemesis.part", node=name)
+        self.http.cut(name, COORDINATOR)
+        for other in sorted({COORDINATOR, *self._machines} - {name}):
+            self.network.cut(name, other)
+            self.network.cut(other, name)
+
+    def rejoin(self, name: str) -> None:
+        """Undo `part`."""
+        self.journal.event("nemesis.rejoin", node=name)
+        self.http.heal(name, COORDINATOR)
+        for other in sorted({COORDINATOR, *self._machines} - {name}):
+            self.network.heal(name, other)
+            self.network.heal(other, name)
 
     def restart_peer(self, name: str, nursery: trio.Nursery) -> None:
         """Start it again with its old identity."""
