@@ -106,6 +106,12 @@ def test_a_peer_that_was_away_for_100_versions_comes_back_at_the_least_cost(chan
     merged = cost([link for link in links if link.base_version is not None], held, target)
     assert paid <= min(cost(links, None, target), merged)
     assert after[0].fields["anchor"] == anchor == (merged > cost(links, None, target))
+    followed = [
+        entry.fields["version"]
+        for entry in world.trace.named("payload.followed")
+        if entry.fields["node"] == "bob" and entry.at_s > back.at_s
+    ]
+    assert followed == [entry.fields["version"] for entry in after], "nothing was fetched in vain"
     assert mine[-1].fields["version"] == 140
 
 
