@@ -212,7 +212,7 @@ class WeightsSection(Section):
     """Disk for deltas that no live peer needs, for those that are away and may come back. By
     default four times the newest anchor: about where a way back over merged deltas, of which most
     versions need only the last few, has become as long as the anchor."""
-    encoder_threads: Positive | None = None
+    encoder_threads: Annotated[int, Field(gt=0, le=64)] | None = None
     """Threads that encode a version; the bytes do not depend on it. By default all cores but one,
     4 at most: the learner wants some too."""
 

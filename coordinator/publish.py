@@ -32,6 +32,7 @@ from echo2p2p.ids import Digest, Generation, ManifestId, PeerId, Step, Version
 from echo2p2p.net.ports import Blobs, Journal, Offload
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.weights import anchor, chain, delta, kernels
+from echo2p2p.weights.cuts import Finder
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.policy import PolicyChooser
 from echo2p2p.weights.state import state_digest
@@ -220,8 +221,24 @@ class Publisher:
 
     # --- publishing ---------------------------------------------------------------------------
 
-    async def publish(self, bits: bytearray, step: Step, generation: Generation) -> Published:
+    def has_published(self, bits: bytearray | None) -> bool:
+        """Return whether this very object is the newest version."""
+        return self._published is not None and self._published.bits is bits
+
+    async def publish(
+        self,
+        bits: bytearray,
+        step: Step,
+        generation: Generation,
+        find: Finder | None = None,
+    ) -> Published:
         """Make the next version of ``bits`` (owned from here on) and offer it to the relays.
+
+        Args:
+            bits: The state.
+            step: Of the learner.
+            generation: Of the learner.
+            find: Finds what changed since the newest version, if somebody knows already.
 
         Raises:
             StoreError: The disk refused; there is no new version.
@@ -234,7 +251,7 @@ class Publisher:
         version = Version(0 if latest is None else latest + 1)
         digest = await self._offload.run(lambda: state_digest(layout, bits))
         new = PublishedState(version, step, generation, digest, bits)
-        links = await self._commit(new, await self._payloads(old, bits))
+        links = await self._commit(new, await self._payloads(old, bits, find))
         sizes = {link.base_version is None: link.wire_bytes for link in links}
         published = Published(
             version=version,
@@ -258,7 +275,7 @@ class Publisher:
         return published
 
     async def _payloads(
-        self, old: PublishedState | None, bits: bytearray
+        self, old: PublishedState | None, bits: bytearray, find: Finder | None
     ) -> list[tuple[bytes, tuple[Version, Digest] | None]]:
         """Return what is to be published, each with its base: delta, anchor, or both.
 
@@ -268,7 +285,7 @@ class Publisher:
         layout, tail = self.layout, chain.tail_of(self._catalogue.links)
         made: list[tuple[bytes, tuple[Version, Digest] | None]] = []
         if old is not None:
-            payload = await self._encode(old.bits, bits)
+            payload = await self._encode(old.bits, bits, find)
             made.append((payload, (old.version, old.digest)))
             grown = chain.anchor_due(tail.delta_bytes + len(payload), tail.anchor_bytes)
             if not grown and tail.deltas + 1 < CHAIN_DELTAS_MAX:
@@ -277,11 +294,19 @@ class Publisher:
         payload = await self._offload.run(work)
         return [each for each in made if len(each[0]) < len(payload)] + [(payload, None)]
 
-    async def _encode(self, old: bytearray, bits: bytearray) -> bytes:
+    async def _encode(self, old: bytearray, bits: bytearray, find: Finder | None) -> bytes:
         """Return the delta, in the forms that the measured links and our own speed call for."""
         layout, began = self.layout, trio.current_time()
         policy = self._chooser.choose(layout.total_bytes, self._relay.relay_bytes_per_s).policy
-        work = partial(delta.encode_delta, layout, old, bits, policy=policy, threads=self._threads)
+        work = partial(
+            delta.encode_delta,
+            layout,
+            old,
+            bits,
+            policy=policy,
+            threads=self._threads,
+            find=find,
+        )
         payload = await self._offload.run(work)
         seconds = trio.current_time() - began
         self._chooser.learn(

@@ -67,6 +67,8 @@ class WorldSpec:
     learner_step_s: float = 1.0
     learner_changed_share: float = 0.02
     """Of the elements, in a step."""
+    learner_finds: bool = False
+    """Whether it lists what changed, as one on a GPU does."""
     learner_faults: tuple[LearnerFaults, ...] = ()
     """One a life of the learner; later lives have none."""
 
@@ -237,6 +239,7 @@ class World:
             start_s=self.spec.learner_start_s,
             step_s=self.spec.learner_step_s,
             changed_share=self.spec.learner_changed_share,
+            finds=self.spec.learner_finds,
             faults=faults[lives] if lives < len(faults) else None,
         )
 

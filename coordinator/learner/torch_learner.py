@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from coordinator.learner.base import (
+    Exported,
     LearnerReady,
     LearnerSetup,
     StepReport,
@@ -30,7 +31,8 @@ from coordinator.learner.base import (
     TrainSample,
 )
 from coordinator.learner.checkpoint import read_position, write_checkpoint
-from coordinator.learner.layout import layout_of, write_state
+from coordinator.learner.export import Exporter
+from coordinator.learner.layout import layout_of
 from coordinator.learner.loss import LossSettings, LossSums, token_loss
 from coordinator.learner.warm_start import warm_start
 from coordinator.model import FolderTokenizer
@@ -65,7 +67,8 @@ class TorchLearner:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _build(setup).to(self._device).eval()
         report("built", {"parameters": float(self.model.num_parameters())})
-        self._layout, self._tensors = layout_of(self.model)
+        self._layout, tensors = layout_of(self.model)
+        self._exporter = Exporter(self._layout, tensors, finds=self._device.type == "cuda")
         if setup.checkpoint is None and setup.warm_start.steps:
             warm_start(
                 self.model,
@@ -163,10 +166,10 @@ class TorchLearner:
         self._optimizer.step()
         return norm
 
-    def export(self, path: str) -> Step:
-        """Write the bf16 publish copy into the shared state at ``path``."""
-        write_state(self._layout, self._tensors, path)
-        return Step(self._step)
+    def export(self, path: str, found_path: str = "") -> Exported:
+        """Write the bf16 publish copy, and perhaps what changed; see `Exporter.write`."""
+        found_bytes = self._exporter.write(path, found_path)
+        return Exported(Step(self._step), found_bytes)
 
     def save(self, folder: Path) -> Step:
         """Write a checkpoint; see `coordinator.learner.checkpoint`."""

@@ -27,9 +27,11 @@ from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.system import InlineOffload, SimEntropy
+from echo2p2p.weights import kernels
 from echo2p2p.weights.anchor import decode_anchor
 from echo2p2p.weights.delta import apply_delta
-from echo2p2p.weights.layout import plan_layout
+from echo2p2p.weights.kernels import Found
+from echo2p2p.weights.layout import DTYPES, plan_layout
 from echo2p2p.weights.manifest import manifest_id
 from echo2p2p.weights.state import state_digest
 
@@ -464,3 +466,34 @@ async def test_threads_change_no_byte(autojump_clock) -> None:
             await desk.publish(9)
         blobs.append(disk._blobs)
     assert blobs[0] == blobs[1]
+
+
+async def test_only_the_newest_state_itself_is_what_was_published(autojump_clock) -> None:
+    async with open_desk(SimDisk()) as desk:
+        publisher = desk.publisher
+        assert not publisher.has_published(None)
+        made = [bytearray(state) for state in STATES[:2]]
+        for version, bits in enumerate(made):
+            await publisher.publish(bits, Step(version), Generation(0))
+            assert publisher.has_published(bits)
+        assert not publisher.has_published(made[0])
+        assert not publisher.has_published(bytearray(made[1]))
+
+
+async def test_changes_that_somebody_has_found_are_used_and_change_no_byte(autojump_clock) -> None:
+    asked: list[int] = []
+
+    def find(sequence, first: int, count: int) -> Found:
+        asked.append(count)
+        old, new = (np.frombuffer(state, "<u2") for state in STATES[:2])
+        return kernels.find(DTYPES["bf16"], old[first : first + count], new[first : first + count])
+
+    blobs = []
+    for finder in (None, find):
+        disk = SimDisk()
+        async with open_desk(disk) as desk:
+            await desk.publish()
+            await desk.publisher.publish(bytearray(STATES[1]), Step(1), Generation(0), finder)
+        blobs.append(disk._blobs)
+    assert blobs[0] == blobs[1]
+    assert asked == [LAYOUT.total_bytes // 2]
