@@ -141,7 +141,7 @@ class Book:
         await self._store.transact(work)
 
     async def add_payload(self, payload: PayloadRow) -> None:
-        """Record another payload of a version that exists (a merged delta, made later)."""
+        """Record another payload of a version that exists: an anchor, or a merged delta."""
         await self._store.transact(lambda rows: _insert_payloads(rows, [payload]))
 
     async def versions(self) -> list[VersionRow]:

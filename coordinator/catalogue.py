@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.book import Book
@@ -171,6 +172,23 @@ class Catalogue:
         """Return what a payload of this length takes with its index."""
         count = -(-payload_bytes // self._chunk_bytes(payload_bytes))
         return payload_bytes + count * DIGEST_BYTES
+
+    async def add(
+        self,
+        layout: Layout,
+        payload: bytes,
+        state: PublishedState,
+        base: tuple[Version, Digest] | None,
+    ) -> chain.Link:
+        """Write and serve another payload of a version that exists; arguments as for `write`.
+
+        Raises:
+            StoreError: The disk refused.
+        """
+        with trio.CancelScope(shield=True):  # memory and disk agree on what there is
+            written = await self.write(layout, payload, state, base)
+            await self._book.add_payload(written.row)
+        return self.serve(written, push=False)
 
     def serve(self, written: Written, *, push: bool) -> chain.Link:
         """Offer a payload whose row is committed; returns its link.

@@ -16,7 +16,6 @@ from typing import Final
 
 import trio
 
-from coordinator.book import Book
 from coordinator.catalogue import Catalogue, PublishedState
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import Journal, Offload
@@ -46,14 +45,12 @@ class Merger:
         layout: Layout,
         spans: tuple[int, ...],
         catalogue: Catalogue,
-        book: Book,
         offload: Offload,
         journal: Journal,
     ) -> None:
         self._layout = layout
         self._bases = SkipBases(spans)
         self._catalogue = catalogue
-        self._book = book
         self._offload = offload
         self._journal = journal
         self._due: deque[_Due] = deque()
@@ -91,14 +88,11 @@ class Merger:
         if steps and self._catalogue.wire_bytes(len(payload)) >= size:
             self._journal.event(MERGE_SKIPPED, version=state.version, base=start, detail=NO_SHORTER)
             return
-        with trio.CancelScope(shield=True):  # memory and disk agree on what there is
-            written = await self._catalogue.write(layout, payload, state, (start, digest))
-            await self._book.add_payload(written.row)
-            self._catalogue.serve(written, push=False)
+        link = await self._catalogue.add(layout, payload, state, (start, digest))
         self._journal.event(
             DELTA_MERGED,
             version=state.version,
             base=start,
-            bytes=written.row.wire_bytes,
+            bytes=link.wire_bytes,
             instead_of=size or None,
         )

@@ -174,7 +174,6 @@ class Publisher:
             layout=layout,
             spans=chain.spans_for(layout.total_bytes) if spans is None else spans,
             catalogue=self._catalogue,
-            book=self._book,
             offload=self._offload,
             journal=self._journal,
         )
@@ -251,14 +250,18 @@ class Publisher:
         version = Version(0 if latest is None else latest + 1)
         digest = await self._offload.run(lambda: state_digest(layout, bits))
         new = PublishedState(version, step, generation, digest, bits)
-        links = await self._commit(new, await self._payloads(old, bits, find))
+        payloads, anchor_due = await self._payloads(old, bits, find)
+        links = await self._commit(new, payloads)
+        seconds = trio.current_time() - began
+        if anchor_due:
+            links.append(await self._catalogue.add(layout, await self._anchor(bits), new, None))
         sizes = {link.base_version is None: link.wire_bytes for link in links}
         published = Published(
             version=version,
             anchor_bytes=sizes.get(True),
             delta_bytes=sizes.get(False),
             state_bytes=layout.total_bytes,
-            changed_seconds=trio.current_time() - began,
+            changed_seconds=seconds,
         )
         self._journal.event(
             VERSION_PUBLISHED,
@@ -276,23 +279,31 @@ class Publisher:
 
     async def _payloads(
         self, old: PublishedState | None, bits: bytearray, find: Finder | None
-    ) -> list[tuple[bytes, tuple[Version, Digest] | None]]:
-        """Return what is to be published, each with its base: delta, anchor, or both.
+    ) -> tuple[list[tuple[bytes, tuple[Version, Digest] | None]], bool]:
+        """Return what is published at once, each with its base, and whether an anchor follows.
 
-        An anchor is due at the beginning, when the deltas after the last one have grown or become
-        many, and so whenever a delta alone would be as long: then it takes the delta's place.
+        An anchor is due at the beginning, and when the deltas after the last one have grown or
+        become many. Nobody waits for it, unless the delta is so long that it may be no shorter
+        than the anchor: then the shorter of the two is published, for joiners always the anchor.
         """
-        layout, tail = self.layout, chain.tail_of(self._catalogue.links)
-        made: list[tuple[bytes, tuple[Version, Digest] | None]] = []
-        if old is not None:
-            payload = await self._encode(old.bits, bits, find)
-            made.append((payload, (old.version, old.digest)))
-            grown = chain.anchor_due(tail.delta_bytes + len(payload), tail.anchor_bytes)
-            if not grown and tail.deltas + 1 < CHAIN_DELTAS_MAX:
-                return made
-        work = partial(anchor.encode_anchor, layout, bits, threads=self._threads)
-        payload = await self._offload.run(work)
-        return [each for each in made if len(each[0]) < len(payload)] + [(payload, None)]
+        if old is None:
+            return [(await self._anchor(bits), None)], False
+        tail = chain.tail_of(self._catalogue.links)
+        made = (await self._encode(old.bits, bits, find), (old.version, old.digest))
+        size = len(made[0])
+        if not (
+            chain.anchor_due(tail.delta_bytes + size, tail.anchor_bytes)
+            or tail.deltas + 1 >= CHAIN_DELTAS_MAX
+        ):
+            return [made], False
+        if size < tail.anchor_bytes / 2:
+            return [made], True
+        payload = await self._anchor(bits)
+        return ([made] if size < len(payload) else []) + [(payload, None)], False
+
+    async def _anchor(self, bits: bytearray) -> bytes:
+        work = partial(anchor.encode_anchor, self.layout, bits, threads=self._threads)
+        return await self._offload.run(work)
 
     async def _encode(self, old: bytearray, bits: bytearray, find: Finder | None) -> bytes:
         """Return the delta, in the forms that the measured links and our own speed call for."""
@@ -337,7 +348,8 @@ class Publisher:
 
     async def _retain(self) -> None:
         """Forget payloads that no member, no joiner and nobody who is away needs any more."""
-        if trio.current_time() < self._forget_from_s:
+        now = trio.current_time()
+        if now < self._forget_from_s:
             return
         members, links = self._state.members.live(), self._catalogue.links
         spare = self._settings.spare_bytes
@@ -346,7 +358,7 @@ class Publisher:
         keep = chain.retained(
             links,
             {member.version for member in members} | {None},
-            fetching=self._promises.fetching(members, links, self._relay.fetching()),
+            fetching=self._promises.fetching(members, links, self._relay.fetching(), now),
             spare_bytes=spare,
         )
         recent = (self._state.latest or 0) - VERSIONS_KEPT

@@ -89,13 +89,17 @@ def plan_path(
     Raises:
         LocalProtocolError: A link whose base is not older than its version, or of negative cost.
     """
+    return _plan(_in_order(links), have, target)
+
+
+def _plan(ordered: list[Link], have: Version | None, target: Version) -> tuple[Link, ...] | None:
     if have == target:
         return ()
     costs: dict[Version | None, tuple[int, int]] = {None: (0, 0)}
     if have is not None:
         costs[have] = (0, 0)
     last: dict[Version | None, Link] = {}
-    for link in _in_order(links):
+    for link in ordered:
         before = costs.get(link.base_version)
         if before is None:
             continue
@@ -191,7 +195,7 @@ def retained(
             link for link in ordered if link.base_version is not None and link.base_version >= start
         )
     for have in needed_from:
-        keep.update(plan_path(ordered, have, newest) or ())
+        keep.update(_plan(ordered, have, newest) or ())
     for link in _ways_back(ordered):
         if link not in keep:
             spare_bytes -= link.wire_bytes
@@ -208,7 +212,7 @@ def _ways_back(ordered: list[Link]) -> list[Link]:
     comes before it. A joiner's path may yet grow, by a tail, faster than theirs do.
     """
     newest, limit = ordered[-1].version, None
-    if joiners := plan_path(ordered, None, newest):
+    if joiners := _plan(ordered, None, newest):
         sizes = [link.wire_bytes for link in joiners]
         limit = sum(sizes) + ANCHOR_SHARE * sizes[0]
     costs, first = {newest: 0}, dict[Version, Link]()

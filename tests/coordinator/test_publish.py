@@ -28,7 +28,7 @@ from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.system import InlineOffload, SimEntropy
 from echo2p2p.weights import kernels
-from echo2p2p.weights.anchor import decode_anchor
+from echo2p2p.weights.anchor import decode_anchor, encode_anchor
 from echo2p2p.weights.delta import apply_delta
 from echo2p2p.weights.kernels import Found
 from echo2p2p.weights.layout import DTYPES, plan_layout
@@ -66,12 +66,14 @@ class Gate(InlineOffload):
     def __init__(self) -> None:
         super().__init__()
         self.holds = False
+        self.anchors_wait = False
         self.held = 0
         self.go = trio.Event()
 
     async def run(self, work):
         """See `InlineOffload`."""
-        if self.holds:
+        anchor = getattr(work, "func", None) is encode_anchor
+        if self.holds or (self.anchors_wait and anchor):
             self.held += 1
             await self.go.wait()
         return await super().run(work)
@@ -298,6 +300,26 @@ async def test_where_everything_has_changed_the_anchor_takes_the_deltas_place(
         path = await desk.publisher.path(ANN, Version(0), 0.0)
         headers = [desk.publisher._catalogue.open(signed) for signed in path]
         assert [(h.base_version, h.version) for h in headers] == [(None, 2), (2, 3)]
+
+
+async def test_nobody_waits_for_an_anchor_that_joiners_will_need(autojump_clock) -> None:
+    async with open_desk(SimDisk(), skip_spans=[]) as desk, trio.open_nursery() as nursery:
+        while len([base for base, _ in desk.links() if base is None]) < 2:
+            await desk.publish()
+        due = desk.publisher._state.latest
+        assert due is not None
+    async with open_desk(SimDisk(), skip_spans=[]) as desk, trio.open_nursery() as nursery:
+        await desk.publish(due)
+        desk.offload.anchors_wait = True
+        nursery.start_soon(desk.publish)
+        await trio.sleep(1.0)
+        assert (await desk.follow(due - 1))[0] == [due], "the delta is out"
+        assert (None, due) not in desk.links()
+        desk.offload.go.set()
+        await trio.sleep(1.0)
+        assert (None, due) in desk.links()
+        (entry,) = desk.journal.named("version.published")[-1:]
+        assert entry.fields["anchor_bytes"] is not None
 
 
 # --- what is kept ---------------------------------------------------------------------------------
