@@ -6,12 +6,12 @@ with the next, and lists what changed for the encoder (`echo2p2p.weights.found`)
 process. The copy itself crosses the bus whole: it is to be published, digested and kept.
 
 On a CPU the encoder's own loops are quicker than torch, and a device without room for two more
-copies does as a CPU does.
+copies beside what training needs does as a CPU does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -30,13 +30,17 @@ class Exporter:
     Args:
         layout: Of the copy.
         tensors: The model's own, by name; all on one device.
-        finds: Whether to look for changes there.
+        has_room: Asked at each call whether to look for changes there, which takes memory for
+            two more copies, one of them for good.
     """
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], *, finds: bool) -> None:
+    def __init__(
+        self, layout: Layout, tensors: Mapping[str, Tensor], *, has_room: Callable[[], bool]
+    ) -> None:
         self._layout = layout
         self._tensors = tensors
-        self._finds = finds
+        self._has_room = has_room
+        self._tries = True
         self._last: Tensor | None = None
         """The copy before, ``[total_bytes] uint8``, on the device."""
 
@@ -57,11 +61,11 @@ class Exporter:
         mapped = map_state(path, self._layout.total_bytes, writable=True)
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
         try:
-            if self._finds and found_path:
+            if self._tries and found_path and self._has_room():
                 try:
                     return self._write_changes(last, flat, found_path)
                 except torch.cuda.OutOfMemoryError:
-                    self._finds = False
+                    self._tries = False
             fill_state(self._layout, self._tensors, flat)
             return None
         finally:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.ids import Step
 from echo2p2p.net.child_worker import Stopwatch
 from echo2p2p.tasks.registry import make_task
+
+SPARE_SHARE: Final = 0.1
+"""Of a GPU's memory, left alone: a later batch may be longer than those so far."""
 
 Report = Callable[[str, Mapping[str, float]], None]
 
@@ -68,7 +71,7 @@ class TorchLearner:
         self.model = _build(setup).to(self._device).eval()
         report("built", {"parameters": float(self.model.num_parameters())})
         self._layout, tensors = layout_of(self.model)
-        self._exporter = Exporter(self._layout, tensors, finds=self._device.type == "cuda")
+        self._exporter = Exporter(self._layout, tensors, has_room=self._has_room)
         if setup.checkpoint is None and setup.warm_start.steps:
             warm_start(
                 self.model,
@@ -84,7 +87,7 @@ class TorchLearner:
             betas=setup.betas,
             weight_decay=setup.weight_decay,
         )
-        self._step = 0
+        self._step = self._steps_here = 0
         if setup.checkpoint is not None:
             position = read_position(setup.checkpoint)
             self._optimizer.load_state_dict(position.optimizer)
@@ -127,6 +130,7 @@ class TorchLearner:
                 part.loss.backward()  # type: ignore[no-untyped-call]
                 parts.append(part)
             norm = self._apply(rate)
+            self._steps_here += 1
         self._step += 1
         return StepReport(
             step=Step(self._step),
@@ -170,6 +174,17 @@ class TorchLearner:
         """Write the bf16 publish copy, and perhaps what changed; see `Exporter.write`."""
         found_bytes = self._exporter.write(path, found_path)
         return Exported(Step(self._step), found_bytes)
+
+    def _has_room(self) -> bool:
+        """Whether the device has memory for two publish copies that no step will miss.
+
+        What a step takes is known only after one: nothing is taken before.
+        """
+        if self._device.type != "cuda" or not self._steps_here:
+            return False
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        left = total - torch.cuda.max_memory_reserved(self._device)
+        return left > 2 * self._layout.total_bytes + SPARE_SHARE * total
 
     def save(self, folder: Path) -> Step:
         """Write a checkpoint; see `coordinator.learner.checkpoint`."""

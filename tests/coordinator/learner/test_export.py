@@ -39,7 +39,7 @@ class Model:
         self.found = memory.allocate("found", room_for(LAYOUT))
         self.exporter = Exporter(LAYOUT, self.tensors, **settings)
 
-    def step(self, size=1e-5):
+    def step(self, size=1e-6):
         for tensor in self.tensors.values():
             if tensor.is_floating_point():
                 tensor += torch.randn_like(tensor) * size
@@ -57,26 +57,30 @@ class Model:
 def check_chain(model):
     last, found = model.export()
     assert found is None, "there is nothing yet that it could differ from"
-    for size in (1e-5, 0.0, 1e-6):
+    for size in (1e-6, 0.0, 3e-7):
         model.step(size)
         copy, found = model.export()
+        assert found is not None
         assert copy != last
         assert encode_delta(LAYOUT, last, copy, find=found) == encode_delta(LAYOUT, last, copy)
         last = copy
 
 
 def test_what_torch_finds_between_two_copies_gives_the_encoders_own_bytes(tmp_path):
-    check_chain(Model(tmp_path, finds=True))
+    check_chain(Model(tmp_path, has_room=lambda: True))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_so_does_what_a_gpu_finds(tmp_path):
-    check_chain(Model(tmp_path, "cuda", finds=True))
+    check_chain(Model(tmp_path, "cuda", has_room=lambda: True))
 
 
 def test_copies_are_the_same_whether_changes_are_looked_for_or_not(tmp_path):
-    models = [Model(tmp_path / str(finds), finds=finds) for finds in (False, True)]
+    models = [
+        Model(tmp_path / "a", has_room=lambda: False),
+        Model(tmp_path / "b", has_room=lambda: True),
+    ]
     for _ in range(3):
         (plain, nothing), (copy, _) = (model.export() for model in models)
         assert nothing is None
@@ -87,18 +91,29 @@ def test_copies_are_the_same_whether_changes_are_looked_for_or_not(tmp_path):
 
 
 def test_what_changed_is_always_since_the_last_copy_or_not_told_at_all(tmp_path):
-    model = Model(tmp_path, finds=True)
+    model = Model(tmp_path, has_room=lambda: True)
     model.export()
     model.step(1.0)  # everything changes: no room for the list
     last, found = model.export()
     assert found is None
     model.step()
     copy, found = model.export()
+    assert found is not None
     assert encode_delta(LAYOUT, last, copy, find=found) == encode_delta(LAYOUT, last, copy)
     model.step()
     model.export(listed=False)  # nobody wants a list of this one, so there is none of the next
     model.step()
     assert model.export()[1] is None
+
+
+def test_while_there_is_no_room_nothing_is_kept_to_compare_with(tmp_path):
+    answers = iter([True, True, False, True, True])
+    model = Model(tmp_path, has_room=lambda: next(answers))
+    listed = []
+    for _ in range(5):
+        listed.append(model.export()[1] is not None)
+        model.step()
+    assert listed == [False, True, False, False, True]
 
 
 def test_a_device_without_room_for_another_copy_leaves_the_search_to_the_encoder(
@@ -107,7 +122,8 @@ def test_a_device_without_room_for_another_copy_leaves_the_search_to_the_encoder
     def full(*_):
         raise torch.cuda.OutOfMemoryError
 
-    model, plain = Model(tmp_path / "a", finds=True), Model(tmp_path / "b", finds=False)
+    model = Model(tmp_path / "a", has_room=lambda: True)
+    plain = Model(tmp_path / "b", has_room=lambda: False)
     model.export()
     monkeypatch.setattr("coordinator.learner.export.TorchFinder", full)
     for each in (model, plain):
@@ -121,4 +137,4 @@ def test_a_device_without_room_for_another_copy_leaves_the_search_to_the_encoder
 def test_windows_of_a_few_elements_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(found_module, "FIND_ELEMENTS", 64)
     monkeypatch.setattr("echo2p2p.weights.cuts.FIND_ELEMENTS", 64)
-    check_chain(Model(tmp_path, finds=True))
+    check_chain(Model(tmp_path, has_room=lambda: True))
