@@ -294,9 +294,9 @@ class Api:
         self, member: Member, message: ManifestsRequest, request: Request
     ) -> Message:
         """POST /manifests: long poll for the path to the newest version."""
-        del member, request
+        del request
         have = None if message.have_version is None else Version(message.have_version)
-        path = await self._publisher.path(have, _wait_s(message.wait_s))
+        path = await self._publisher.path(member.peer_id, have, _wait_s(message.wait_s))
         return ManifestsReply(path=path)
 
     async def lease(self, member: Member, message: LeaseRequest, request: Request) -> Message:

@@ -82,6 +82,8 @@ class CoordinatorPorts:
     model_dir: Path
     model_config: str
     """The model's ``config.json``."""
+    cores: int = 1
+    """That this process may use."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,7 @@ class CoordinatorApp:
             state=self._state,
             settings=settings.weights,
             journal=ports.journal,
+            threads=settings.weights.encoder_threads or _encoder_threads(ports.cores),
         )
 
     async def _serve(
@@ -336,6 +339,7 @@ class CoordinatorApp:
             services.start_soon(work, self._desk.run)
             services.start_soon(work, self._intake.run)
             services.start_soon(self._board.watch)
+            services.start_soon(self._publisher.run)
             services.start_soon(self._end_when_broken)
             try:
                 with scope:
@@ -478,6 +482,11 @@ class CoordinatorApp:
     async def status(self) -> Mapping[str, object]:
         """Return all that can be said of the run now; call it once the server has opened."""
         return await self._board.status()
+
+
+def _encoder_threads(cores: int) -> int:
+    """Return how many threads encode: one core is the learner's, and of more than 4 few win."""
+    return max(1, min(4, cores - 1))
 
 
 def _item_secret(keys: RunKeys, seed: int) -> bytes:

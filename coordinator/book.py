@@ -141,7 +141,7 @@ class Book:
         await self._store.transact(work)
 
     async def add_payload(self, payload: PayloadRow) -> None:
-        """Record another payload of a version that exists (an anchor made later)."""
+        """Record another payload of a version that exists: an anchor, or a merged delta."""
         await self._store.transact(lambda rows: _insert_payloads(rows, [payload]))
 
     async def versions(self) -> list[VersionRow]:
@@ -178,13 +178,16 @@ class Book:
         return await self._store.transact(work)
 
     async def delta_sizes(self) -> tuple[int, int, float]:
-        """Return count, bytes and sum of 1 / bytes of all deltas ever published, on the wire."""
+        """Return count, bytes and sum of 1 / bytes of all deltas ever published, on the wire.
+
+        Merged ones, which say again what others have said, are not among them.
+        """
 
         def work(rows: Rows) -> tuple[int, int, float]:
             found = rows.execute(
                 "SELECT count(*), coalesce(sum(wire_bytes), 0), "
                 "coalesce(sum(1.0 / wire_bytes), 0.0) FROM payloads "
-                "WHERE base_version IS NOT NULL"
+                "WHERE base_version = version - 1"
             ).fetchone()
             return cast("tuple[int, int, float]", found)
 

@@ -205,6 +205,16 @@ class WeightsSection(Section):
     """Smallest unit of transfer; chunks are a 400th of the payload within the bounds."""
     chunk_bytes_max: Annotated[int, Field(ge=CHUNK_BYTES_MIN, le=CHUNK_BYTES_MAX)] = 1024 * 1024
     """Largest unit of transfer."""
+    skip_spans: tuple[Annotated[int, Field(ge=2)], ...] | None = None
+    """Versions that merged deltas span, for peers that are behind: each span holds one more state
+    in memory. By default 4 and 16, and none if a state is over 2 GiB."""
+    spare_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Disk for deltas that no live peer needs, for those that are away and may come back. By
+    default four times the newest anchor: about where a way back over merged deltas, of which most
+    versions need only the last few, has become as long as the anchor."""
+    encoder_threads: Annotated[int, Field(gt=0, le=64)] | None = None
+    """Threads that encode a version; the bytes do not depend on it. By default all cores but one,
+    4 at most: the learner wants some too."""
 
 
 class MembershipSection(Section):

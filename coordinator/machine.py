@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -27,6 +28,8 @@ from echo2p2p.net.system import SystemClock, SystemEntropy, ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
 
 CONNECTIONS_LIMITED: Final = "http.connections_limited"
+OFFLOAD_THREADS: Final = 3
+"""A publication, a merged delta, and whatever else takes CPU for a moment."""
 ULIMIT: Final = "the system allows this process no more open files; see ulimit -Hn"
 
 
@@ -86,7 +89,7 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
             clock=SystemClock(),
             entropy=SystemEntropy(),
             journal=journal,
-            offload=ThreadOffload(),
+            offload=ThreadOffload(threads=OFFLOAD_THREADS),
             streams=TcpStreams(),
             make_http_server=lambda tls: AioHttpServer(aio, tls, journal, limits),
             store=store,
@@ -103,6 +106,7 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
             ),
             model_dir=model_dir,
             model_config=(model_dir / "config.json").read_text(encoding="utf-8"),
+            cores=len(os.sched_getaffinity(0)),
         )
 
 

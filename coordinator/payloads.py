@@ -25,6 +25,7 @@ from echo2p2p.net.ports import Blobs, Journal, Offload
 from echo2p2p.weights import anchor, chain, chunks, delta
 from echo2p2p.weights.assembly import Assembly
 from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.policy import QUICKEST, SMALLEST
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import ManifestHeader, Signed
 
@@ -66,6 +67,7 @@ class PayloadStore:
     Args:
         open_manifest: Verifies a signed manifest; raises `IntegrityError` or
             `RemoteProtocolError`.
+        threads: How many to decode and encode in.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class PayloadStore:
         layout: Layout,
         open_manifest: Callable[[Signed], ManifestHeader],
         journal: Journal,
+        threads: int = 1,
     ) -> None:
         self._book = book
         self._blobs = blobs
@@ -84,6 +87,7 @@ class PayloadStore:
         self._layout = layout
         self._open_manifest = open_manifest
         self._journal = journal
+        self._threads = threads
 
     async def load(self) -> list[Kept]:
         """Return all payloads that are whole, in order of version, after mending.
@@ -115,7 +119,7 @@ class PayloadStore:
                 await self._book.forget_payloads([item.link.manifest_id])
                 await self._blobs.delete(blob_name(item.link.manifest_id))
                 self._journal.event(PAYLOAD_DROPPED, version=version)
-        return sorted(kept, key=lambda item: (item.link.version, item.link.base_version or -1))
+        return sorted(kept, key=lambda item: (item.link.version, _place(item.link.base_version)))
 
     async def _look_at(self, row: PayloadRow) -> Kept | _Damaged:
         identity = ManifestId(row.manifest_id)
@@ -137,21 +141,28 @@ class PayloadStore:
         result = await self.state(kept, link.version)
         if result is None:
             return None
+        threads = self._threads
         if link.base_version is None:
-            payload = await self._offload.run(partial(anchor.encode_anchor, layout, result))
+            works = [partial(anchor.encode_anchor, layout, result, threads=threads)]
         else:
             base = await self.state(kept, link.base_version)
             if base is None:
                 return None
-            payload = await self._offload.run(partial(delta.encode_delta, layout, base, result))
+            works = [
+                partial(delta.encode_delta, layout, base, result, policy=policy, threads=threads)
+                for policy in (SMALLEST, QUICKEST)  # which of them it was is not written down
+            ]
         name = blob_name(link.manifest_id)
-        try:
-            await self._offload.run(partial(assemble, header, payload))
-        except IntegrityError:  # another release of the codec
-            return None
-        await self._blobs.put(name, payload)
-        assembly = assemble(header, await self._blobs.map(name))
-        return Kept(link, item.signed, header, assembly)
+        for work in works:
+            payload = await self._offload.run(work)
+            try:
+                await self._offload.run(partial(assemble, header, payload))
+            except IntegrityError:
+                continue
+            await self._blobs.put(name, payload)
+            assembly = assemble(header, await self._blobs.map(name))
+            return Kept(link, item.signed, header, assembly)
+        return None  # another release of the codec made it
 
     async def state(self, kept: Sequence[Kept], version: Version) -> bytearray | None:
         """Return a version's bits, whose digest was verified; ``None`` if nothing leads there."""
@@ -162,7 +173,7 @@ class PayloadStore:
         items = [of_link[link] for link in path]
         wanted = Digest(items[-1].header.result_digest)
         try:
-            bits = await self._offload.run(partial(_decode, self._layout, items))
+            bits = await self._offload.run(partial(_decode, self._layout, items, self._threads))
         except IntegrityError:
             return None
         digest = await self._offload.run(partial(state_digest, self._layout, bits))
@@ -182,12 +193,16 @@ def assemble(header: ManifestHeader, payload: bytes | memoryview) -> Assembly:
     return Assembly.whole(header, payload, index)
 
 
-def _decode(layout: Layout, path: Sequence[Kept]) -> bytearray:
+def _place(base: Version | None) -> int:
+    return -1 if base is None else base
+
+
+def _decode(layout: Layout, path: Sequence[Kept], threads: int) -> bytearray:
     bits = bytearray(layout.total_bytes)
     for item in path:
         payload = item.assembly.payload()
         if item.link.base_version is None:
-            anchor.decode_anchor(layout, payload, memoryview(bits))
+            anchor.decode_anchor(layout, payload, memoryview(bits), threads=threads)
         else:
-            delta.apply_delta(layout, payload, memoryview(bits))
+            delta.apply_delta(layout, payload, memoryview(bits), threads=threads)
     return bits

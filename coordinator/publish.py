@@ -2,11 +2,12 @@
 
 A delta is always taken against the last *published* bits, whatever the learner did in between
 (DESIGN §4, "Chain"): so numbers are never reused and nobody who follows needs an anchor, not even
-after the learner restarted from an older checkpoint. The published bits are durable as the newest
-anchor and the deltas after it; after a restart they are rebuilt from those and checked by digest.
+after the learner restarted from an older checkpoint. Only where so much has changed that an anchor
+is shorter, it takes the delta's place. The published bits are durable as the newest anchor and the
+deltas after it; after a restart they are rebuilt from those and checked by digest.
 
-A version exists once its row is committed. Its payload is on disk before that, so a crash in
-between leaves an orphan file and the number free.
+A version exists once its row is committed. What else there is to do about it comes after that: old
+payloads are forgotten, and merged deltas made (`coordinator.merges`).
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.book import Book
+from coordinator.catalogue import Catalogue, PublishedState
 from coordinator.config import WeightsSection
-from coordinator.payloads import PayloadStore, assemble, blob_name
+from coordinator.merges import Merger
+from coordinator.payloads import PayloadStore
+from coordinator.promises import Promises
 from coordinator.run_state import RunState
-from coordinator.schema import PayloadRow, VersionRow
-from echo2p2p.errors import IntegrityError, StoreError
-from echo2p2p.ids import Digest, Generation, ManifestId, RunId, Step, Version
+from coordinator.schema import VersionRow
+from echo2p2p.ids import Digest, Generation, ManifestId, PeerId, Step, Version
 from echo2p2p.net.ports import Blobs, Journal, Offload
 from echo2p2p.net.relay import RelayNode
-from echo2p2p.weights import anchor, chain, chunks, delta, kernels
-from echo2p2p.weights.assembly import Assembly
+from echo2p2p.weights import anchor, chain, delta, kernels
+from echo2p2p.weights.cuts import Finder
 from echo2p2p.weights.layout import Layout
-from echo2p2p.weights.manifest import build_header, manifest_id
 from echo2p2p.weights.policy import PolicyChooser
 from echo2p2p.weights.state import state_digest
-from echo2p2p.wire.messages import ManifestHeader, Signed
-from echo2p2p.wire.signing import open_record, sign_record
+from echo2p2p.wire.messages import Signed
 
 VERSION_PUBLISHED: Final = "version.published"
 VERSIONS_RESTORED: Final = "versions.restored"
@@ -44,6 +45,11 @@ CHAIN_DELTAS_MAX: Final = 128
 """Deltas after which an anchor is made whatever their size: they are all kept until then."""
 VERSIONS_KEPT: Final = 8
 """Newest versions whose payloads are all kept: somebody may be in the middle of fetching one."""
+SPARE_ANCHORS: Final = 4
+"""Default of ``weights.spare_bytes``, in anchors."""
+RETURN_S: Final = 60.0
+"""Nothing is forgotten for so long after a restart: members must be heard and linked again (links
+are dialled after 30 s at the latest) before it is known what they hold and what they fetch."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,11 @@ class WeightBytes:
 
 
 class Publisher:
-    """The published bits and everything that leads to them."""
+    """The published bits and everything that leads to them.
+
+    Args:
+        threads: How many to encode in.
+    """
 
     def __init__(
         self,
@@ -98,25 +108,32 @@ class Publisher:
         state: RunState,
         settings: WeightsSection,
         journal: Journal,
+        threads: int = 1,
     ) -> None:
         self._book = book
         self._blobs = blobs
         self._offload = offload
         self._relay = relay
-        self._key = key
         self._state = state
         self._settings = settings
         self._journal = journal
+        self._threads = threads
+        self._catalogue = Catalogue(
+            book=book,
+            blobs=blobs,
+            offload=offload,
+            relay=relay,
+            key=key,
+            run_id=state.run_id,
+            settings=settings,
+        )
+        self._promises = Promises()
         self._layout: Layout | None = None
-        self._chain_id = ""
-        self._bits: bytearray | None = None
-        self._digest: Digest | None = None
-        self._links: dict[ManifestId, chain.Link] = {}
-        self._signed: dict[ManifestId, Signed] = {}
-        self._since_anchor_bytes = 0
-        self._anchor_bytes = 0
+        self._merger: Merger | None = None
+        self._loaded = trio.Event()
+        self._published: PublishedState | None = None
+        self._forget_from_s = 0.0
         self._deltas, self._delta_bytes, self._delta_inverses = 0, 0, 0.0
-        self._since_anchor = 0
         self._source_bytes_before = (0, 0)
         self._chooser = PolicyChooser()
 
@@ -144,77 +161,107 @@ class Publisher:
         self._layout = layout
         if layout.total_bytes >= kernels.COMPILED_FROM_BYTES:
             await self._offload.run(kernels.warm_up)
-        self._chain_id = layout.digest.hex()[:16]
         sent = await self._book.get("source_bytes")
         if sent is not None:
             self._source_bytes_before = msgspec.json.decode(sent, type=tuple[int, int])
-        for row in await self._book.versions():
+        versions = await self._book.versions()
+        for row in versions:
             self._state.add_version(row.version, row.step, dead=row.dead)
+        sizes = await self._book.delta_sizes()
+        self._deltas, self._delta_bytes, self._delta_inverses = sizes
+        spans = self._settings.skip_spans
+        self._merger = Merger(
+            layout=layout,
+            spans=chain.spans_for(layout.total_bytes) if spans is None else spans,
+            catalogue=self._catalogue,
+            offload=self._offload,
+            journal=self._journal,
+        )
+        if versions:
+            self._forget_from_s = trio.current_time() + RETURN_S
+            await self._restore(layout, versions[-1])
+        if self._published is not None:
+            self._merger.published(self._published)
+        self._loaded.set()
+
+    async def _restore(self, layout: Layout, newest: VersionRow) -> None:
         stored = PayloadStore(
             book=self._book,
             blobs=self._blobs,
             offload=self._offload,
             layout=layout,
-            open_manifest=self._open,
+            open_manifest=self._catalogue.open,
             journal=self._journal,
+            threads=self._threads,
         )
         kept = await stored.load()
         for item in kept:
-            identity = item.link.manifest_id
-            self._links[identity], self._signed[identity] = item.link, item.signed
-            self._count(item.link)
-            self._relay.publish(item.signed, item.assembly, push=False)
-        sizes = await self._book.delta_sizes()
-        self._deltas, self._delta_bytes, self._delta_inverses = sizes
-        latest = self._state.latest
-        if latest is None:
-            return
-        self._bits = await stored.state(kept, latest)
-        if self._bits is None:
+            self._catalogue.restore(item)
+        bits = await stored.state(kept, newest.version)
+        if bits is None:
             detail = "nothing whole leads to the newest version; the next one is an anchor"
-            self._journal.event(CHAIN_LOST, version=latest, detail=detail)
+            self._journal.event(CHAIN_LOST, version=newest.version, detail=detail)
             return
-        self._digest = await self._offload.run(partial(state_digest, layout, self._bits))
-        self._journal.event(VERSIONS_RESTORED, latest=latest)
+        digest = await self._offload.run(partial(state_digest, layout, bits))
+        self._published = PublishedState(
+            newest.version, newest.step, newest.generation, digest, bits
+        )
+        self._journal.event(VERSIONS_RESTORED, latest=newest.version)
+
+    async def run(self) -> None:
+        """Make merged deltas beside the publications; runs until cancelled.
+
+        Raises:
+            StoreError: The disk refused.
+        """
+        await self._loaded.wait()
+        assert self._merger is not None
+        await self._merger.run()
 
     # --- publishing ---------------------------------------------------------------------------
 
-    async def publish(self, bits: bytearray, step: Step, generation: Generation) -> Published:
+    def has_published(self, bits: bytearray | None) -> bool:
+        """Return whether this very object is the newest version."""
+        return self._published is not None and self._published.bits is bits
+
+    async def publish(
+        self,
+        bits: bytearray,
+        step: Step,
+        generation: Generation,
+        find: Finder | None = None,
+    ) -> Published:
         """Make the next version of ``bits`` (owned from here on) and offer it to the relays.
+
+        Args:
+            bits: The state.
+            step: Of the learner.
+            generation: Of the learner.
+            find: Finds what changed since the newest version, if somebody knows already.
 
         Raises:
             StoreError: The disk refused; there is no new version.
         """
-        layout = self.layout
+        assert self._merger is not None
+        self._merger.give_up()
+        layout, old = self.layout, self._published
         began = trio.current_time()
         latest = self._state.latest
         version = Version(0 if latest is None else latest + 1)
         digest = await self._offload.run(lambda: state_digest(layout, bits))
-        made: list[tuple[Signed, bytes]] = []
-        delta_bytes: int | None = None
-        old = self._bits
-        if latest is not None and old is not None:
-            payload = await self._encode(old, bits)
-            made.append(self._sign(payload, version, step, generation, digest, latest))
-            delta_bytes = len(payload)
-        due = old is None or chain.anchor_due(
-            self._since_anchor_bytes + (delta_bytes or 0), self._anchor_bytes
-        )
-        due = due or self._since_anchor + 1 >= CHAIN_DELTAS_MAX
-        if due:
-            payload = await self._offload.run(lambda: anchor.encode_anchor(layout, bits))
-            made.append(self._sign(payload, version, step, generation, digest, None))
-        with trio.CancelScope(shield=True):  # memory and disk agree on what is published
-            await self._commit(version, step, generation, made)
-            self._bits, self._digest = bits, digest
-            self._state.add_version(version, step)
-        sizes = {s is None: n for s, n in self._sizes(version)}
+        new = PublishedState(version, step, generation, digest, bits)
+        payloads, anchor_due = await self._payloads(old, bits, find)
+        links = await self._commit(new, payloads)
+        seconds = trio.current_time() - began
+        if anchor_due:
+            links.append(await self._catalogue.add(layout, await self._anchor(bits), new, None))
+        sizes = {link.base_version is None: link.wire_bytes for link in links}
         published = Published(
             version=version,
             anchor_bytes=sizes.get(True),
             delta_bytes=sizes.get(False),
             state_bytes=layout.total_bytes,
-            changed_seconds=trio.current_time() - began,
+            changed_seconds=seconds,
         )
         self._journal.event(
             VERSION_PUBLISHED,
@@ -228,13 +275,50 @@ class Publisher:
         )
         await self._retain()
         await self._book.put("source_bytes", msgspec.json.encode(self.source_bytes))
+        self._merger.published(new)
         return published
 
-    async def _encode(self, old: bytearray, bits: bytearray) -> bytes:
+    async def _payloads(
+        self, old: PublishedState | None, bits: bytearray, find: Finder | None
+    ) -> tuple[list[tuple[bytes, tuple[Version, Digest] | None]], bool]:
+        """Return what is published at once, each with its base, and whether an anchor follows.
+
+        An anchor is due at the beginning, and when the deltas after the last one have grown or
+        become many. Nobody waits for it, unless the delta is so long that it may be no shorter
+        than the anchor: then the shorter of the two is published, for joiners always the anchor.
+        """
+        if old is None:
+            return [(await self._anchor(bits), None)], False
+        tail = chain.tail_of(self._catalogue.links)
+        made = (await self._encode(old.bits, bits, find), (old.version, old.digest))
+        size = len(made[0])
+        if not (
+            chain.anchor_due(tail.delta_bytes + size, tail.anchor_bytes)
+            or tail.deltas + 1 >= CHAIN_DELTAS_MAX
+        ):
+            return [made], False
+        if size < tail.anchor_bytes / 2:
+            return [made], True
+        payload = await self._anchor(bits)
+        return ([made] if size < len(payload) else []) + [(payload, None)], False
+
+    async def _anchor(self, bits: bytearray) -> bytes:
+        work = partial(anchor.encode_anchor, self.layout, bits, threads=self._threads)
+        return await self._offload.run(work)
+
+    async def _encode(self, old: bytearray, bits: bytearray, find: Finder | None) -> bytes:
         """Return the delta, in the forms that the measured links and our own speed call for."""
         layout, began = self.layout, trio.current_time()
         policy = self._chooser.choose(layout.total_bytes, self._relay.relay_bytes_per_s).policy
-        work = partial(delta.encode_delta, layout, old, bits, policy=policy)
+        work = partial(
+            delta.encode_delta,
+            layout,
+            old,
+            bits,
+            policy=policy,
+            threads=self._threads,
+            find=find,
+        )
         payload = await self._offload.run(work)
         seconds = trio.current_time() - began
         self._chooser.learn(
@@ -242,132 +326,66 @@ class Publisher:
         )
         return payload
 
-    def _sizes(self, version: Version) -> list[tuple[Version | None, int]]:
-        return [
-            (link.base_version, link.wire_bytes)
-            for link in self._links.values()
-            if link.version == version
-        ]
-
-    def _sign(
-        self,
-        payload: bytes,
-        version: Version,
-        step: Step,
-        generation: Generation,
-        digest: Digest,
-        base: Version | None,
-    ) -> tuple[Signed, bytes]:
-        settings = self._settings
-        split = chunks.split(
-            payload,
-            chunks.chunk_bytes_for(
-                len(payload),
-                chunk_bytes_min=settings.chunk_bytes_min,
-                chunk_bytes_max=settings.chunk_bytes_max,
-            ),
-        )
-        base_digest = self._digest
-        assert base is None or base_digest is not None
-        header = build_header(
-            content="model",
-            run_id=RunId(self._state.run_id),
-            version=version,
-            chain_id=self._chain_id,
-            step=step,
-            generation=generation,
-            base=None if base is None or base_digest is None else (base, base_digest),
-            result_digest=digest,
-            layout=self.layout,
-            chunked=split,
-        )
-        return sign_record(self._key, header), payload
-
     async def _commit(
         self,
-        version: Version,
-        step: Step,
-        generation: Generation,
-        made: list[tuple[Signed, bytes]],
-    ) -> None:
-        rows: list[PayloadRow] = []
-        assemblies: list[Assembly] = []
-        for signed, payload in made:
-            identity, header = manifest_id(signed), self._open(signed)
-            await self._blobs.put(blob_name(identity), payload)
-            # Served from the file: the system may drop its pages while nobody asks for them.
-            mapped = await self._blobs.map(blob_name(identity))
-            try:
-                assemblies.append(await self._offload.run(partial(assemble, header, mapped)))
-            except IntegrityError as error:
-                detail = f"the disk gives back other bytes than were written ({error})"
-                raise StoreError(f"{detail}: look at the system's log") from error
-            base = None if header.base_version is None else Version(header.base_version)
-            size = header.index_bytes + header.payload_bytes
-            rows.append(PayloadRow(identity, version, base, signed, size))
-        await self._book.add_version(VersionRow(version, step, generation, dead=False), rows)
-        for row, assembly in zip(rows, assemblies, strict=True):
-            identity, signed = ManifestId(row.manifest_id), row.signed
-            link = chain.Link(
-                manifest_id=identity,
-                version=row.version,
-                base_version=row.base_version,
-                wire_bytes=row.wire_bytes,
-            )
-            self._links[identity], self._signed[identity] = link, signed
-            self._count(link)
-            self._relay.publish(signed, assembly, push=link.base_version is not None)
-
-    def _open(self, signed: Signed) -> ManifestHeader:
-        return open_record(signed, self._key.public_key().public_bytes_raw(), ManifestHeader)
-
-    def _count(self, link: chain.Link) -> None:
-        if link.base_version is None:
-            self._anchor_bytes, self._since_anchor_bytes = link.wire_bytes, 0
-            self._since_anchor = 0
-        else:
-            self._since_anchor_bytes += link.wire_bytes
-            self._since_anchor += 1
-            self._deltas += 1
-            self._delta_bytes += link.wire_bytes
-            self._delta_inverses += 1 / link.wire_bytes
+        new: PublishedState,
+        payloads: list[tuple[bytes, tuple[Version, Digest] | None]],
+    ) -> list[chain.Link]:
+        """Make the version durable and serve it."""
+        catalogue = self._catalogue
+        row = VersionRow(new.version, new.step, new.generation, dead=False)
+        with trio.CancelScope(shield=True):  # memory and disk agree on what is published
+            written = [await catalogue.write(self.layout, p, new, base) for p, base in payloads]
+            await self._book.add_version(row, [each.row for each in written])
+            links = [catalogue.serve(w, push=w.row.base_version is not None) for w in written]
+            self._published = new
+            self._state.add_version(new.version, new.step)
+        for link in links:
+            if link.is_step:
+                self._deltas += 1
+                self._delta_bytes += link.wire_bytes
+                self._delta_inverses += 1 / link.wire_bytes
+        return links
 
     async def _retain(self) -> None:
-        """Forget payloads that no member and no joiner needs any more."""
-        holders = {member.version for member in self._state.members.live()}
-        links = list(self._links.values())
-        keep = {link.manifest_id for link in chain.retained(links, holders | {None})}
-        recent = (self._state.latest or 0) - VERSIONS_KEPT
-        keep |= {link.manifest_id for link in links if link.version > recent}
-        gone = [identity for identity in self._links if identity not in keep]
-        if not gone:
+        """Forget payloads that no member, no joiner and nobody who is away needs any more."""
+        now = trio.current_time()
+        if now < self._forget_from_s:
             return
-        await self._book.forget_payloads(gone)
-        for identity in gone:
-            del self._links[identity], self._signed[identity]
-            self._relay.forget(identity)
-            await self._blobs.delete(blob_name(identity))
+        members, links = self._state.members.live(), self._catalogue.links
+        spare = self._settings.spare_bytes
+        if spare is None:
+            spare = SPARE_ANCHORS * chain.tail_of(links).anchor_bytes
+        keep = chain.retained(
+            links,
+            {member.version for member in members} | {None},
+            fetching=self._promises.fetching(members, links, self._relay.fetching(), now),
+            spare_bytes=spare,
+        )
+        recent = (self._state.latest or 0) - VERSIONS_KEPT
+        await self._catalogue.keep_only([*keep, *(link for link in links if link.version > recent)])
 
     # --- answers ------------------------------------------------------------------------------
 
-    async def path(self, have: Version | None, wait_s: float) -> list[Signed]:
-        """Return the cheapest path from ``have`` to the newest version.
+    async def path(self, member: PeerId, have: Version | None, wait_s: float) -> list[Signed]:
+        """Return the cheapest path from ``have`` to the newest version, for a member.
 
-        Waits up to ``wait_s`` seconds while there is nothing newer; then returns an empty list.
+        What it is told is kept until it asks again or has said that it got there. Waits up to
+        ``wait_s`` seconds while there is nothing newer; then returns an empty list.
         """
         path = self._path(have)
+        self._promises.told(member, path)
         with trio.move_on_after(wait_s):
             while not path:
                 await self._state.published.park()
                 path = self._path(have)
-        return [self._signed[link.manifest_id] for link in path]
+                self._promises.told(member, path)
+        return self._catalogue.manifests(path)
 
     def _path(self, have: Version | None) -> tuple[chain.Link, ...]:
         latest = self._state.latest
-        if latest is None or latest == have:
-            return ()
         # Nothing leads there while a lost chain waits for its new anchor.
-        return chain.plan_path(list(self._links.values()), have, latest) or ()
+        return () if latest is None else self._catalogue.path(have, latest)
 
     def chunk(self, identity: ManifestId, index: int) -> memoryview | None:
         """Return a chunk for the HTTP last resort, or ``None`` if there is none."""
@@ -377,7 +395,7 @@ class Publisher:
     def statistics(self) -> WeightBytes:
         """Return sizes so far."""
         return WeightBytes(
-            anchor_bytes=self._anchor_bytes,
+            anchor_bytes=chain.tail_of(self._catalogue.links).anchor_bytes,
             deltas=self._deltas,
             delta_bytes=self._delta_bytes,
             delta_inverses=self._delta_inverses,

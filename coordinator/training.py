@@ -30,7 +30,12 @@ from echo2p2p.ids import Generation, Step
 from echo2p2p.net.ports import Journal, SharedMemory, SharedState
 from echo2p2p.rollouts.admission import age
 from echo2p2p.rollouts.batch import GroupQueue, ScoredGroup, advantages
+from echo2p2p.weights.cuts import Finder
+from echo2p2p.weights.found import FoundElsewhere, room_for
 from echo2p2p.wire.messages import LayoutTable
+
+Publication = tuple[bytearray, Step, Generation, Finder | None]
+"""What `Publisher.publish` takes."""
 
 STEP_DONE: Final = "step.done"
 LEARNER_READY: Final = "learner.ready"
@@ -138,6 +143,9 @@ class Trainer:
         self._training = self._stopping = False
         self._saved_step: Step | None = None
         self._export: SharedState | None = None
+        self._found: SharedState | None = None
+        self._copied: bytearray | None = None
+        """What this learner exported last."""
         self._lives = 0
         self._started = False
 
@@ -178,9 +186,10 @@ class Trainer:
                 return
             finally:
                 await learner.close()
-                if self._export is not None:
-                    self._export.close()
-                    self._export = None
+                for state in (self._export, self._found):
+                    if state is not None:
+                        state.close()
+                self._export = self._found = self._copied = None
 
     async def _live(self, learner: Learner) -> None:
         """One life of a learner, from start to the last step."""
@@ -222,6 +231,9 @@ class Trainer:
             await self._save(learner)
         self._lives += 1
         self._export = self._memory.allocate("export", max(1, ready.layout.total_bytes))
+        if ready.device.startswith("cuda"):
+            room = room_for(self._publisher.layout)
+            self._found = self._memory.allocate("found", room)
         await self._publish(await self._exported(learner))
 
     def _on_progress(self, phase: str, figures: Mapping[str, float]) -> None:
@@ -316,16 +328,22 @@ class Trainer:
             bits = await self._exported(learner)
             await nursery.start(self._publish, bits)
 
-    async def _exported(self, learner: Learner) -> tuple[bytearray, Step, Generation]:
+    async def _exported(self, learner: Learner) -> Publication:
         export = self._export
         assert export is not None
-        step = await learner.export(export)
-        size = self._publisher.layout.total_bytes
-        return bytearray(export.view[:size]), step, self._state.generation
+        done = await learner.export(export, self._found)
+        before, bits = self._copied, bytearray(export.view[: self._publisher.layout.total_bytes])
+        self._copied, find = bits, None
+        # What changed since the last copy is of use only if that is what was published last.
+        if done.found_bytes is not None and self._publisher.has_published(before):
+            assert self._found is not None
+            memory = np.frombuffer(self._found.view[: done.found_bytes], np.uint8)
+            find = FoundElsewhere(self._publisher.layout, memory)
+        return bits, done.step, self._state.generation, find
 
     async def _publish(
         self,
-        exported: tuple[bytearray, Step, Generation],
+        exported: Publication,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:

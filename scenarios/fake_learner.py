@@ -16,6 +16,7 @@ import numpy as np
 import trio
 
 from coordinator.learner.base import (
+    Exported,
     LearnerReady,
     LearnerSetup,
     Progress,
@@ -25,7 +26,11 @@ from coordinator.learner.base import (
 from echo2p2p.errors import ChildError, StoreError
 from echo2p2p.ids import Step
 from echo2p2p.net.ports import SharedState
-from echo2p2p.weights.layout import plan_layout
+from echo2p2p.weights import kernels
+from echo2p2p.weights.found import write_found
+from echo2p2p.weights.kernels import Found
+from echo2p2p.weights.layout import DTYPES, plan_layout
+from echo2p2p.weights.layout import Sequence as LayoutSequence
 from scenarios.parts import Life
 from scenarios.record import sample_name
 
@@ -55,6 +60,7 @@ class FakeLearner:
         export_s: For one export.
         save_s: For one checkpoint.
         changed_share: Part of the elements that a step changes.
+        finds: Whether it lists what changed, as one on a GPU does.
         timeout_s: When a hanging call is given up.
         faults: What goes wrong.
         history: Told of each start, with its step, and of each step, with its samples.
@@ -69,6 +75,7 @@ class FakeLearner:
         export_s: float = 0.0,
         save_s: float = 0.0,
         changed_share: float = 0.02,
+        finds: bool = False,
         timeout_s: float = 3600.0,
         faults: LearnerFaults | None = None,
         history: Callable[[str, int, list[str]], None] = lambda _what, _step, _samples: None,
@@ -79,6 +86,7 @@ class FakeLearner:
         self._export_s = export_s
         self._save_s = save_s
         self._changed_share = changed_share
+        self._finds = finds
         self._timeout_s = timeout_s
         self._faults = faults or LearnerFaults()
         self._history = history
@@ -93,7 +101,7 @@ class FakeLearner:
         )
         self._seed = 0
         self._step = 0
-        self._bits = np.zeros(0, dtype="<u2")
+        self._bits = self._last = np.zeros(0, dtype="<u2")
 
     def kill(self) -> None:
         """Die now, as by ``kill -9``."""
@@ -124,7 +132,7 @@ class FakeLearner:
             step=Step(self._step),
             layout=self._layout.table,
             parameters=self._bits.size,
-            device="none",
+            device="cuda" if self._finds else "none",
         )
 
     async def train(self, batch: TrainBatch) -> StepReport:
@@ -149,13 +157,25 @@ class FakeLearner:
         metrics |= {"gradient_norm": 1.0, "ratio_mean": 1.0, "learning_rate": 0.0}
         return StepReport(step=Step(self._step), seconds=self._step_s, metrics=metrics)
 
-    async def export(self, state: SharedState) -> Step:
+    async def export(self, state: SharedState, found: SharedState | None) -> Exported:
         """See `Learner`."""
         await self._life.spend(self._export_s)
         if len(state.view) != self._layout.total_bytes:
             self._refuse(f"StoreError: shared state of {len(state.view)} bytes")
         state.view[:] = self._bits.tobytes()
-        return Step(self._step)
+        return Exported(Step(self._step), self._found(found))
+
+    def _found(self, found: SharedState | None) -> int | None:
+        last, self._last = self._last, self._bits.copy()
+        if not self._finds or found is None or not last.size:
+            return None
+
+        def find(sequence: LayoutSequence, first: int, count: int) -> Found:
+            assert sequence.dtype == "bf16"
+            place = slice(first, first + count)
+            return kernels.find(DTYPES["bf16"], last[place], self._last[place])
+
+        return write_found(self._layout, find, np.frombuffer(found.view, np.uint8))
 
     async def save(self, folder: Path) -> Step:
         """See `Learner`."""

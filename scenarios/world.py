@@ -66,6 +66,10 @@ class WorldSpec:
     learner_start_s: float = 3.0
     learner_step_s: float = 1.0
     learner_save_s: float = 0.0
+    learner_changed_share: float = 0.02
+    """Of the elements, in a step."""
+    learner_finds: bool = False
+    """Whether it lists what changed, as one on a GPU does."""
     learner_faults: tuple[LearnerFaults, ...] = ()
     """One a life of the learner; later lives have none."""
     stop_s: float | None = None
@@ -268,6 +272,8 @@ class World:
             start_s=spec.learner_start_s,
             step_s=spec.learner_step_s,
             save_s=spec.learner_save_s,
+            changed_share=spec.learner_changed_share,
+            finds=spec.learner_finds,
             faults=faults[lives] if lives < len(faults) else None,
             history=lambda what, step, names: self.history.append((what, step, names)),
         )

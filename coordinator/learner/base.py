@@ -110,6 +110,16 @@ class StepReport:
     """``loss``, ``gradient_norm``, ``ratio_mean``, ``clipped_share``, ``kl_behaviour``, ..."""
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A publish copy was written."""
+
+    step: Step
+    """Of the copy."""
+    found_bytes: int | None = None
+    """Of the list of changes since this learner's last export; ``None``: there is none."""
+
+
 class Learner(Protocol):
     """GRPO on one model."""
 
@@ -130,8 +140,13 @@ class Learner(Protocol):
         """
         ...
 
-    async def export(self, state: SharedState) -> Step:
-        """Write the bf16 publish copy into ``state`` (of the layout's size); returns its step.
+    async def export(self, state: SharedState, found: SharedState | None) -> Exported:
+        """Write the bf16 publish copy into ``state``, of the layout's size.
+
+        Args:
+            state: Where to.
+            found: Of the size of `echo2p2p.weights.found.room_for`: where a learner that finds
+                changes quicker than the encoder may list those since its last export.
 
         Raises:
             ChildError: The learner is gone; the state's content is undefined.

@@ -30,6 +30,14 @@ class BatchCall(msgspec.Struct, frozen=True):
     tokens_total: int
 
 
+class ExportCall(msgspec.Struct, frozen=True):
+    """Paths of the shared states that `coordinator.learner.base.Learner.export` is given."""
+
+    path: str
+    found_path: str
+    """Empty: none."""
+
+
 class ProgressReply(msgspec.Struct, frozen=True):
     """One call of `coordinator.learner.base.Progress`."""
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.learner.base import LearnerReady, LearnerSetup, Progress, StepReport, TrainBatch
-from coordinator.learner.calls import ProgressReply, to_batch_call, to_setup_call
+from coordinator.learner.base import (
+    Exported,
+    LearnerReady,
+    LearnerSetup,
+    Progress,
+    StepReport,
+    TrainBatch,
+)
+from coordinator.learner.calls import ExportCall, ProgressReply, to_batch_call, to_setup_call
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import Step
 from echo2p2p.net.child import ChildProcess
@@ -62,12 +69,12 @@ class TorchLearnerProcess:
             "train", to_batch_call(batch), StepReport, timeout_s=self._train_timeout_s
         )
 
-    async def export(self, state: SharedState) -> Step:
+    async def export(self, state: SharedState, found: SharedState | None) -> Exported:
         """Write the publish copy; see the port."""
-        if not state.path:
+        if not state.path or (found is not None and not found.path):
             raise LocalProtocolError("a learner process needs a shared state in a file")
-        step = await self.child.call("export", state.path, int, timeout_s=self._export_timeout_s)
-        return Step(step)
+        call = ExportCall(state.path, "" if found is None else found.path)
+        return await self.child.call("export", call, Exported, timeout_s=self._export_timeout_s)
 
     async def save(self, folder: Path) -> Step:
         """Write a checkpoint; see the port."""

@@ -56,10 +56,15 @@ def write_state(layout: Layout, tensors: Mapping[str, Tensor], path: str) -> Non
     """
     mapped = map_state(path, layout.total_bytes, writable=True)
     flat = torch.frombuffer(mapped, dtype=torch.uint8)
+    fill_state(layout, tensors, flat)
+    del flat
+    mapped.close()
+
+
+def fill_state(layout: Layout, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
+    """Fill ``flat``, ``[total_bytes] uint8`` on any device, with the publish copy."""
     for entry in layout.tensors:
         source = tensors[entry.name].detach().reshape(-1)
         if source.is_floating_point():
             source = source.to(torch.bfloat16)
-        flat[entry.offset : entry.offset + entry.bytes].copy_(source.cpu().view(torch.uint8))
-    del flat
-    mapped.close()
+        flat[entry.offset : entry.offset + entry.bytes].copy_(source.view(torch.uint8))

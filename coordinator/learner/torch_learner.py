@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from coordinator.learner.base import (
+    Exported,
     LearnerReady,
     LearnerSetup,
     StepReport,
@@ -30,7 +31,8 @@ from coordinator.learner.base import (
     TrainSample,
 )
 from coordinator.learner.checkpoint import read_position, write_checkpoint
-from coordinator.learner.layout import layout_of, write_state
+from coordinator.learner.export import Exporter
+from coordinator.learner.layout import layout_of
 from coordinator.learner.loss import LossSettings, LossSums, token_loss
 from coordinator.learner.warm_start import warm_start
 from coordinator.model import FolderTokenizer
@@ -38,6 +40,9 @@ from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.ids import Step
 from echo2p2p.net.child_worker import Stopwatch
 from echo2p2p.tasks.registry import make_task
+
+SPARE_SHARE: Final = 0.1
+"""Of a GPU's memory, left alone: a later batch may be longer than those so far."""
 
 Report = Callable[[str, Mapping[str, float]], None]
 
@@ -65,7 +70,8 @@ class TorchLearner:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = _build(setup).to(self._device).eval()
         report("built", {"parameters": float(self.model.num_parameters())})
-        self._layout, self._tensors = layout_of(self.model)
+        self._layout, tensors = layout_of(self.model)
+        self._exporter = Exporter(self._layout, tensors, has_room=self._has_room)
         if setup.checkpoint is None and setup.warm_start.steps:
             warm_start(
                 self.model,
@@ -81,7 +87,7 @@ class TorchLearner:
             betas=setup.betas,
             weight_decay=setup.weight_decay,
         )
-        self._step = 0
+        self._step = self._steps_here = 0
         if setup.checkpoint is not None:
             position = read_position(setup.checkpoint)
             self._optimizer.load_state_dict(position.optimizer)
@@ -124,6 +130,7 @@ class TorchLearner:
                 part.loss.backward()  # type: ignore[no-untyped-call]
                 parts.append(part)
             norm = self._apply(rate)
+            self._steps_here += 1
         self._step += 1
         return StepReport(
             step=Step(self._step),
@@ -163,10 +170,21 @@ class TorchLearner:
         self._optimizer.step()
         return norm
 
-    def export(self, path: str) -> Step:
-        """Write the bf16 publish copy into the shared state at ``path``."""
-        write_state(self._layout, self._tensors, path)
-        return Step(self._step)
+    def export(self, path: str, found_path: str = "") -> Exported:
+        """Write the bf16 publish copy, and perhaps what changed; see `Exporter.write`."""
+        found_bytes = self._exporter.write(path, found_path)
+        return Exported(Step(self._step), found_bytes)
+
+    def _has_room(self) -> bool:
+        """Whether the device has memory for two publish copies that no step will miss.
+
+        What a step takes is known only after one: nothing is taken before.
+        """
+        if self._device.type != "cuda" or not self._steps_here:
+            return False
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        left = total - torch.cuda.max_memory_reserved(self._device)
+        return left > 2 * self._layout.total_bytes + SPARE_SHARE * total
 
     def save(self, folder: Path) -> Step:
         """Write a checkpoint; see `coordinator.learner.checkpoint`."""

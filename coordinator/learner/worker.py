@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.learner.base import LearnerReady, StepReport
+from coordinator.learner.base import Exported, LearnerReady, StepReport
 from coordinator.learner.calls import (
     BatchCall,
+    ExportCall,
     ProgressReply,
     from_batch_call,
     from_setup_call,
@@ -44,9 +45,9 @@ class Worker:
         """See `TorchLearner.train`."""
         return self._started().train(from_batch_call(call))
 
-    def export(self, path: str, _: Report) -> int:
+    def export(self, call: ExportCall, _: Report) -> Exported:
         """See `TorchLearner.export`."""
-        return self._started().export(path)
+        return self._started().export(call.path, call.found_path)
 
     def save(self, folder: str, _: Report) -> int:
         """See `TorchLearner.save`."""
@@ -67,7 +68,7 @@ def main() -> None:
         {
             "start": Method(dict[str, Any], worker.start, beats=True),
             "train": Method(BatchCall, worker.train),
-            "export": Method(str, worker.export),
+            "export": Method(ExportCall, worker.export),
             "save": Method(str, worker.save),
         },
     )

@@ -13,6 +13,9 @@ from echo2p2p.ids import ManifestId
 
 RECENT_MAX: Final = 512
 
+CROSSING_S: Final = 1.0
+"""A request for a chunk that left us so recently has crossed it on the way."""
+
 Key = tuple[ManifestId, int]
 
 

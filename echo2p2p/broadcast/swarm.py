@@ -17,7 +17,7 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final, Literal
+from typing import Literal
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import Dealer, RelayRates
@@ -33,16 +33,13 @@ from echo2p2p.broadcast.effects import (
     SendWant,
     SwarmStatistics,
 )
-from echo2p2p.broadcast.outbox import Key
+from echo2p2p.broadcast.outbox import CROSSING_S, Key
 from echo2p2p.broadcast.picker import Pick, Picker
 from echo2p2p.broadcast.settings import MESH_NODES_MAX, SwarmSettings
 from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, remember
 from echo2p2p.broadcast.uploads import Uploads
 from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
-
-CROSSING_S: Final = 1.0
-"""A request for a chunk that left us so recently has crossed it on the way."""
 
 
 class Swarm:
@@ -364,6 +361,10 @@ class Swarm:
         self._pump(now)
         return self._take()
 
+    def fetching(self) -> list[tuple[PeerId, ManifestId]]:
+        """Return which links follow which of our payloads without having them whole."""
+        return [(link, key) for key, each in self._transfers.items() for link in each.fetching()]
+
     def statistics(self) -> SwarmStatistics:
         """Return the counters."""
         waste, longest = (self._duplicate_bytes, self._unknown_bytes), self._uploads.longest
@@ -416,8 +417,7 @@ class Swarm:
     ) -> Literal["not_held", "busy"] | None:
         if index not in transfer.held:
             return "not_held"
-        dealer = transfer.dealer
-        if dealer and not dealer.may_serve(link, index, now):
+        if transfer.dealer and not transfer.dealer.may_serve(link, index, now):
             return "busy"
         return None
 

@@ -125,6 +125,10 @@ class Transfer:
         """Return the followers that neither announced the chunk nor were sent it."""
         return [link for link, known in self.followers.items() if index not in known]
 
+    def fetching(self) -> list[PeerId]:
+        """Return the followers that neither announced nor were sent all of it."""
+        return [link for link, known in self.followers.items() if not known.complete]
+
     def check_index(self, index: int) -> None:
         """Check a chunk's number from the wire, not negative.
 

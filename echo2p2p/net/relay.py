@@ -196,7 +196,8 @@ class RelayNode:
         Args:
             signed: The manifest, believed.
             assembly: Complete; shared, not copied.
-            push: Whether the source deals it (deltas) or it is pulled only (anchors).
+            push: Whether the source deals it (deltas from the version before) or it is pulled only
+                (anchors, merged deltas).
         """
         assert assembly.complete
         manifest_id = manifest_id_of(signed.body)
@@ -272,6 +273,10 @@ class RelayNode:
         payload = self._payloads.get(manifest_id)
         if payload is not None:
             self._store(manifest_id, payload, index, data, source)
+
+    def fetching(self) -> list[tuple[PeerId, ManifestId]]:
+        """Return which neighbours follow which of our payloads without having them whole."""
+        return self._swarm.fetching()
 
     @property
     def relay_bytes_per_s(self) -> float | None:
@@ -462,7 +467,7 @@ class RelayNode:
         """Count a chunk that left (``size`` bytes), or was skipped."""
         self._sent_bytes += size or 0
         payload = self._payloads.get(manifest_id)
-        if payload is not None and payload.header.base_version is not None:
+        if payload is not None and payload.header.base_version == payload.header.version - 1:
             self._sent_delta_bytes += size or 0
         now = trio.current_time()
         sent = size is not None

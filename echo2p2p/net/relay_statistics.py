@@ -16,7 +16,7 @@ class RelayStatistics:
     relayed_bytes: int
     """Chunk payload, as are all bytes here: sent over links that are up and links that were."""
     relayed_delta_bytes: int
-    """The part of it that belongs to deltas."""
+    """The part of it that belongs to deltas from the version before, which all peers need."""
     received_bytes: int
     duplicate_bytes: int
     unknown_bytes: int

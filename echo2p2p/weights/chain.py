@@ -15,12 +15,18 @@ from typing import Final
 
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import Digest, ManifestId, Version
+from echo2p2p.limits import MIB
 
 ANCHOR_SHARE: Final = 0.25
 """An anchor is due when the deltas since the last one take this share of its bytes."""
 
 SKIP_SPANS: Final = (4, 16)
 """Versions that a merged delta spans: one of 8 steps is half of what the 8 are (measured)."""
+
+SKIP_STATE_BYTES_MAX: Final = 2 * 1024 * MIB
+"""Largest state for which merged deltas are made unasked. Each span holds one state more: 4 GiB in
+all is little beside a learner of a billion parameters, the 16 GB of one of four are not. What they
+save is never more than an anchor and its tail for a peer that comes back."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,35 @@ class Link:
     base_version: Version | None
     wire_bytes: int
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a delta from the version before: neither an anchor nor merged."""
+        return self.base_version == self.version - 1
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The newest anchor and the single deltas after it.
+
+    Attributes:
+        anchor_bytes: Of the anchor; 0 if there is none.
+        deltas: How many there are; all of them without an anchor.
+        delta_bytes: Of them all.
+    """
+
+    anchor_bytes: int
+    deltas: int
+    delta_bytes: int
+
+
+def tail_of(links: Iterable[Link]) -> Tail:
+    """Return what a joiner of the newest version is sent at most; merged deltas do not count."""
+    ordered = _in_order(links)
+    anchors = [link for link in ordered if link.base_version is None]
+    start = anchors[-1].version if anchors else -1
+    steps = [link.wire_bytes for link in ordered if link.is_step and link.version > start]
+    return Tail(anchors[-1].wire_bytes if anchors else 0, len(steps), sum(steps))
+
 
 def plan_path(
     links: Iterable[Link], have: Version | None, target: Version
@@ -54,13 +89,17 @@ def plan_path(
     Raises:
         LocalProtocolError: A link whose base is not older than its version, or of negative cost.
     """
+    return _plan(_in_order(links), have, target)
+
+
+def _plan(ordered: list[Link], have: Version | None, target: Version) -> tuple[Link, ...] | None:
     if have == target:
         return ()
     costs: dict[Version | None, tuple[int, int]] = {None: (0, 0)}
     if have is not None:
         costs[have] = (0, 0)
     last: dict[Version | None, Link] = {}
-    for link in _in_order(links):
+    for link in ordered:
         before = costs.get(link.base_version)
         if before is None:
             continue
@@ -79,6 +118,11 @@ def plan_path(
 def anchor_due(chain_bytes_since_anchor: int, anchor_bytes: int) -> bool:
     """Say whether the deltas since the last anchor have grown to `ANCHOR_SHARE` of it."""
     return chain_bytes_since_anchor >= ANCHOR_SHARE * anchor_bytes
+
+
+def spans_for(state_bytes: int) -> tuple[int, ...]:
+    """Return the spans of merged deltas for states of this size, if nobody has said otherwise."""
+    return SKIP_SPANS if state_bytes <= SKIP_STATE_BYTES_MAX else ()
 
 
 def skip_bases(version: Version, spans: tuple[int, ...] = SKIP_SPANS) -> tuple[Version, ...]:
@@ -134,8 +178,9 @@ def retained(
         needed_from: What live peers have acknowledged to hold (``None``: a joiner, who holds
             nothing).
         fetching: Payloads that a live peer is fetching, whatever path it is on.
-        spare_bytes: How many bytes of further links may stay, newest first, for peers that are
-            away and may come back.
+        spare_bytes: How many bytes of further deltas may stay for peers that are away and may
+            come back: those on the cheapest paths from where they may be, newest first, as long as
+            a joiner's path will not be as cheap.
     """
     ordered = _in_order(links)
     if not ordered:
@@ -150,14 +195,34 @@ def retained(
             link for link in ordered if link.base_version is not None and link.base_version >= start
         )
     for have in needed_from:
-        keep.update(plan_path(ordered, have, newest) or ())
-    for link in reversed(ordered):
+        keep.update(_plan(ordered, have, newest) or ())
+    for link in _ways_back(ordered):
         if link not in keep:
             spare_bytes -= link.wire_bytes
             if spare_bytes < 0:
                 break
             keep.add(link)
     return tuple(link for link in ordered if link in keep)
+
+
+def _ways_back(ordered: list[Link]) -> list[Link]:
+    """Return the first delta on the cheapest path from each version, newest base first.
+
+    Versions from which a joiner's path will be as cheap are left out: so every rest of a path
+    comes before it. A joiner's path may yet grow, by a tail, faster than theirs do.
+    """
+    newest, limit = ordered[-1].version, None
+    if joiners := _plan(ordered, None, newest):
+        sizes = [link.wire_bytes for link in joiners]
+        limit = sum(sizes) + ANCHOR_SHARE * sizes[0]
+    costs, first = {newest: 0}, dict[Version, Link]()
+    deltas = [(link.base_version, link) for link in ordered if link.base_version is not None]
+    for base, link in sorted(deltas, key=lambda each: each[0], reverse=True):
+        if link.version in costs:
+            cost = link.wire_bytes + costs[link.version]
+            if (limit is None or cost < limit) and cost < costs.get(base, cost + 1):
+                costs[base], first[base] = cost, link
+    return list(first.values())
 
 
 def _in_order(links: Iterable[Link]) -> list[Link]:

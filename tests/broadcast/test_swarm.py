@@ -209,6 +209,27 @@ def test_nobody_gets_chunks_of_what_they_do_not_want():
     assert wire.sent["p2"] == 0
 
 
+@pytest.mark.parametrize("push", [True, False])
+def test_the_source_knows_who_is_fetching_until_they_have_it_all_or_are_gone(push):
+    wire = Wire(names(4), push=push)
+    wire.mesh()
+    fetching = wire.swarms[SOURCE].fetching
+    for name in (SOURCE, *names(3)):
+        wire.follow(name)
+    assert fetching() == [], "nobody has said so yet"
+    assert wire.run(30, lambda: any(len(wire.held[name]) > 3 for name in names(3)))
+    assert sorted(fetching()) == [(name, ID) for name in names(3)]
+    wire.close(SOURCE, "p2")
+    assert sorted(fetching()) == [(name, ID) for name in names(2)]
+    for held in range(4, wire.count):
+        assert wire.run(30, lambda held=held: len(wire.held["p0"]) > held)
+        on_their_way = 8  # have left us: what is on the wire needs us no longer
+        lacking = {name for name in names(2) if len(wire.held[name]) < wire.count - on_their_way}
+        assert lacking <= {name for name, _ in fetching()}
+    wire.run(5)
+    assert fetching() == []
+
+
 def test_an_offer_crosses_each_link_about_once():
     wire = Wire(names(4))
     wire.mesh()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from coordinator import membership, report
 from coordinator.api import COUNT_MAX, HOLDINGS_MAX, JOIN_BYTES_MAX, WAIT_S_MAX, Api, Secrets
-from echo2p2p.ids import ManifestId, Version
+from echo2p2p.ids import ManifestId, PeerId, Version
 from echo2p2p.net import routing
 from echo2p2p.net.ports import Request, Response
 from echo2p2p.net.trust import JoinToken, draw_admin_token
@@ -53,8 +53,9 @@ class Shelf:
     def __init__(self) -> None:
         self.asked: list[tuple[Version | None, float]] = []
 
-    async def path(self, have: Version | None, wait_s: float) -> list[Signed]:
+    async def path(self, member: PeerId, have: Version | None, wait_s: float) -> list[Signed]:
         """Note the question."""
+        assert member
         self.asked.append((have, wait_s))
         return [Signed(body=b"manifest", signature=b"s")]
 

@@ -26,7 +26,7 @@ class SlowPublisher:
         self.published: list[int] = []
         self.layout: Layout | None = None
 
-    async def publish(self, bits, step, generation):
+    async def publish(self, bits, step, generation, find):
         version = Version(1 + len(self.published))
         self.published.append(step)
         self._bench.state.add_version(version, Step(step))

@@ -19,6 +19,7 @@ from echo2p2p.testing.system import InlineOffload, SimEntropy
 from echo2p2p.weights import anchor, chunks, delta
 from echo2p2p.weights.layout import plan_layout
 from echo2p2p.weights.manifest import build_header, manifest_id
+from echo2p2p.weights.policy import QUICKEST, SMALLEST, FormPolicy
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record, sign_record
@@ -62,8 +63,16 @@ class Shelf:
     def open(self, signed: Signed) -> ManifestHeader:
         return open_record(signed, KEYS.public_key, ManifestHeader)
 
-    async def publish(self, name: str) -> None:
-        """Publish ``a3``, the anchor of version 3, or ``d3``, the delta that leads to it."""
+    async def publish(
+        self, name: str, *, forms: FormPolicy = SMALLEST, wrong: bool = False
+    ) -> None:
+        """Publish ``a3``, the anchor of version 3, or ``d3``, the delta that leads to it.
+
+        Args:
+            name: See above.
+            forms: Of a delta.
+            wrong: Whether a delta is from another base than it says.
+        """
         version = Version(int(name[1:]))
         state = STATES[version]
         base = None
@@ -71,7 +80,8 @@ class Shelf:
             payload = anchor.encode_anchor(LAYOUT, state)
         else:
             before = STATES[version - 1]
-            payload = delta.encode_delta(LAYOUT, before, state)
+            truly = STATES[0] if wrong else before
+            payload = delta.encode_delta(LAYOUT, truly, state, policy=forms)
             base = (Version(version - 1), Digest(state_digest(LAYOUT, before)))
         header = build_header(
             content="model",
@@ -187,6 +197,42 @@ async def test_a_payload_that_nothing_replaces_is_dropped(
         kept = await shelf.store.load()
         got = [v for v in range(5) if await shelf.store.state(kept, Version(v)) is not None]
         assert got == reachable
+
+
+async def test_a_delta_of_the_quick_forms_is_made_again_in_those(autojump_clock) -> None:
+    async with open_shelf("a0", "a3") as shelf:
+        before, after = STATES[3], bytearray(STATES[4])
+        assert delta.encode_delta(LAYOUT, before, after) != delta.encode_delta(
+            LAYOUT, before, after, policy=QUICKEST
+        )
+        await shelf.publish("a4")
+        await shelf.publish("d4", forms=QUICKEST)
+        await shelf.damage("d4", "flipped")
+        assert await shelf.load() == ["a0", "a3", "a4", "d4"]
+        assert shelf.told("payload.mended") == [4]
+
+
+async def test_a_delta_from_another_base_than_it_says_leads_nowhere(autojump_clock) -> None:
+    async with open_shelf("a0", "d1", "d2") as shelf:
+        await shelf.publish("d3", wrong=True)
+        await shelf.publish("d4")
+        assert await shelf.load() == ["a0", "d1", "d2", "d3", "d4"], "its bytes are as signed"
+        kept = await shelf.store.load()
+        for version in (3, 4):
+            assert await shelf.store.state(kept, Version(version)) is None, "found by its digest"
+        assert await shelf.store.state(kept, Version(2)) == STATES[2]
+
+
+async def test_a_gap_leads_nowhere(autojump_clock) -> None:
+    async with open_shelf("a0", "d1", "d3", "d4") as shelf:
+        kept = await shelf.store.load()
+        assert [await shelf.store.state(kept, Version(v)) is None for v in range(5)] == [
+            False,
+            False,
+            True,
+            True,
+            True,
+        ]
 
 
 async def test_two_damaged_payloads_do_not_mend_each_other(autojump_clock) -> None:

@@ -1,7 +1,10 @@
 """Versions never fork: a learner that loses steps goes on under new numbers."""
 
+import pytest
+
 from coordinator.config import Settings
 from echo2p2p.testing.clock import run_virtual
+from echo2p2p.weights.found import FoundElsewhere
 from scenarios.fake_learner import LearnerFaults
 from scenarios.world import PeerSpec, World, WorldSpec
 
@@ -63,6 +66,28 @@ def test_after_three_publications_that_no_checkpoint_holds_peers_follow_without_
     assert counts["trained"] == 10 * SETTINGS.rollouts.batch
     assert counts["rejected"]["dead_generation"] >= 7 * SETTINGS.rollouts.batch
     assert world.summary["generation"] == 1
+
+
+@pytest.mark.slow
+def test_what_a_learner_finds_itself_makes_the_same_versions_and_none_across_its_death(monkeypatch):
+    used: list[int] = []
+
+    def counted(layout, memory):
+        used.append(memory.size)
+        return FoundElsewhere(layout, memory)
+
+    monkeypatch.setattr("coordinator.training.FoundElsewhere", counted)
+    faults = (LearnerFaults(die_at_step=7),)
+    worlds = [play(learner_faults=faults, learner_finds=finds) for finds in (False, True)]
+    names = ("version", "step", "generation", "delta_bytes", "anchor_bytes")
+    plain, found = (
+        [[e.fields[name] for name in names] for e in world.trace.named("version.published")]
+        for world in worlds
+    )
+    assert plain == found
+    assert worlds[1].breaches == []
+    assert worlds[1].trace.named("version.refused") == []
+    assert len(used) == len(found) - 2, "all but the first of either life"
 
 
 def test_a_learner_that_dies_while_it_saves_goes_on_from_the_checkpoint_before():

@@ -10,12 +10,16 @@ from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import ManifestId, Version, digest_of
 from echo2p2p.weights.anchor import decode_anchor, encode_anchor
 from echo2p2p.weights.chain import (
+    SKIP_STATE_BYTES_MAX,
     Link,
     SkipBases,
+    Tail,
     anchor_due,
     plan_path,
     retained,
     skip_bases,
+    spans_for,
+    tail_of,
 )
 from echo2p2p.weights.delta import apply_delta, encode_delta
 from echo2p2p.weights.layout import plan_layout
@@ -192,11 +196,52 @@ def test_what_somebody_is_fetching_is_kept_whatever_else_there_is():
     assert delta(1, 2) not in kept
 
 
-def test_spare_bytes_keep_the_newest_of_what_nobody_needs():
+def test_spare_bytes_keep_the_newest_ways_back_but_no_anchor_that_would_help_nobody():
     assert retained(CHAIN, {4}, spare_bytes=9) == retained(CHAIN, {4})
     needed = set(retained(CHAIN, {4}))
     assert set(retained(CHAIN, {4}, spare_bytes=10)) == {delta(1, 2), *needed}
-    assert set(retained(CHAIN, {4}, spare_bytes=1000)) == set(CHAIN)
+    assert set(retained(CHAIN, {4}, spare_bytes=1000)) == set(CHAIN) - {anchor(0)}
+
+
+def test_spare_bytes_are_not_spent_on_ways_that_cost_as_much_as_an_anchor():
+    links = [anchor(0), *(delta(n, n + 1, 30) for n in range(6)), anchor(6)]
+    kept = retained(links, {6}, spare_bytes=1000)
+    assert kept == (*(delta(n, n + 1, 30) for n in (2, 3, 4)), anchor(6), delta(5, 6, 30))
+    assert retained([*links, delta(6, 7, 30)], {7}, spare_bytes=1000) == (*kept, delta(6, 7, 30))
+
+
+def test_spare_bytes_go_to_merged_deltas_and_to_what_leads_to_them_but_not_to_what_they_join():
+    singles = [delta(n, n + 1) for n in range(9)]
+    merged = [delta(0, 4, 20), delta(4, 8, 20)]
+    kept = retained([anchor(9), *singles, *merged], {9}, spare_bytes=1000)
+    gone = {delta(0, 1), delta(4, 5)}
+    assert set(kept) == {anchor(9), *singles, *merged} - gone
+
+
+@settings(deadline=None)
+@given(link_sets())
+def test_with_room_for_it_nobody_who_comes_back_pays_for_what_was_forgotten(links):
+    if not links:
+        return
+    newest = max(link.version for link in links)
+    kept = retained(links, {None}, spare_bytes=1 << 30)
+    for have in range(newest):
+        before, after = plan_path(links, have, newest), plan_path(kept, have, newest)
+        assert (before is None) == (after is None)
+        if before is not None:
+            assert sum(x.wire_bytes for x in after) == sum(x.wire_bytes for x in before)
+
+
+def test_the_tail_is_the_newest_anchor_and_the_single_deltas_after_it():
+    assert tail_of([]) == Tail(0, 0, 0)
+    assert tail_of(CHAIN) == Tail(100, 2, 20)
+    assert tail_of([*CHAIN, delta(0, 4, 30), delta(2, 4, 15)]) == tail_of(CHAIN)
+    assert tail_of([delta(0, 1), delta(1, 2), delta(0, 2)]) == Tail(0, 2, 20)
+
+
+def test_merged_deltas_are_made_unasked_only_where_their_bases_take_little_memory():
+    assert spans_for(SKIP_STATE_BYTES_MAX) == (4, 16)
+    assert spans_for(SKIP_STATE_BYTES_MAX + 1) == ()
 
 
 class Publisher:
@@ -265,6 +310,20 @@ def test_a_peer_that_was_away_for_100_versions_comes_back_bit_exactly_at_the_lea
     if merged is not None:
         assert cost <= sum(link.wire_bytes for link in merged)
         assert len(merged) < 15
+
+
+def test_with_room_enough_whoever_comes_back_pays_as_if_nothing_had_ever_been_forgotten():
+    publisher, everything = Publisher(), set()
+    for newest in range(100):
+        publisher.publish()
+        everything.update(publisher.links)
+        publisher.links = list(retained(publisher.links, {None, newest}, spare_bytes=1 << 30))
+        if newest % 11 == 0:
+            for have in range(0, newest, 3):
+                ways = (plan_path(links, have, newest) for links in (everything, publisher.links))
+                least, kept = (sum(link.wire_bytes for link in way) for way in ways)
+                assert kept == least, have
+    assert len(publisher.links) < len(everything)
 
 
 def test_forgetting_never_takes_the_path_of_a_peer_that_comes_along_slowly():

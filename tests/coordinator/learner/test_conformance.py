@@ -69,8 +69,9 @@ async def started(learner, folder, **changes):
 
 
 async def exported(learner, state):
-    step = await learner.export(state)
-    return step, bytes(state.view)
+    done = await learner.export(state, None)
+    assert done.found_bytes is None
+    return done.step, bytes(state.view)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ async def test_a_learner_keeps_its_contract_until_it_is_killed(kind, tmp_path):
             await first.save(folder)
         small = subject.memory.allocate("small", layout.total_bytes - 1)
         with pytest.raises(ChildError, match="shared state of"):
-            await first.export(small)
+            await first.export(small, None)
         small.close()
         await first.train(make_batch(1))
         step, after_two = await exported(first, state)

@@ -18,6 +18,8 @@ from coordinator.model import TINY_QWEN3, FolderTokenizer, prepare_model
 from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.tasks.base import Prompt
+from echo2p2p.weights.delta import encode_delta
+from echo2p2p.weights.found import FoundElsewhere, room_for
 
 pytestmark = pytest.mark.slow
 
@@ -190,6 +192,35 @@ def test_the_publish_copy_is_the_masters_rounded_to_bf16_tied_once(folder, tmp_p
         assert torch.equal(found, master.bfloat16().float())
     del bits
     state.close()
+
+
+def test_what_a_step_has_changed_is_listed_for_the_encoder(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(TorchLearner, "_has_room", lambda _: True)
+    learner, memory = make_learner(folder, learning_rate=1e-5), FileMemory(tmp_path)
+    layout, _ = layout_of(learner.model)
+    state = memory.allocate("state", layout.total_bytes)
+    found = memory.allocate("found", room_for(layout))
+    assert learner.export(state.path, found.path).found_bytes is None
+    before = bytes(state.view)
+    learner.train(make_batch(0))
+    done = learner.export(state.path, found.path)
+    assert done.step == 1
+    assert done.found_bytes is not None
+    after = bytes(state.view)
+    assert before != after
+    changes = FoundElsewhere(layout, np.frombuffer(found.view[: done.found_bytes], np.uint8))
+    assert encode_delta(layout, before, after, find=changes) == encode_delta(layout, before, after)
+
+
+def test_a_learner_on_the_cpu_leaves_the_search_to_the_encoder(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    learner, memory = make_learner(folder), FileMemory(tmp_path)
+    layout, _ = layout_of(learner.model)
+    state = memory.allocate("state", layout.total_bytes)
+    found = memory.allocate("found", room_for(layout))
+    for step in range(3):
+        assert learner.export(state.path, found.path).found_bytes is None
+        learner.train(make_batch(step))
 
 
 def test_a_resumed_learner_goes_on_bit_by_bit(folder, tmp_path):
