@@ -49,6 +49,17 @@ CONVERGES: Final = "live peers converge after healing"
 NO_IDLING: Final = "the learner idles no more than stated"
 STATED_RATE: Final = "the run goes on at the stated rate"
 ENDS_WELL: Final = "the run ends"
+LOOKS: Final = (
+    QUEUES_BOUNDED,
+    NOTHING_UNVERIFIED,
+    TRAINED_ONCE,
+    EVERYTHING_ENDS,
+    CONVERGES,
+    NO_IDLING,
+    STATED_RATE,
+    ENDS_WELL,
+)
+"""Checkers that look at something else than single events."""
 
 
 class Watch:
