@@ -319,3 +319,13 @@ class SharedMemory(Protocol):
             StoreError: No room.
         """
         ...
+
+    def scratch(self, size: int) -> SharedState:
+        """Return a zeroed block that no other process can map, and that none inherits.
+
+        On disk where the others are, so that the system can drop its pages for want of memory.
+
+        Raises:
+            StoreError: No room.
+        """
+        ...

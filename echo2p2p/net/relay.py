@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,9 +32,10 @@ from echo2p2p.errors import (
     Violation,
 )
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
-from echo2p2p.net.connections import Connections, ConnectionSettings, LinkStatistics
+from echo2p2p.net.connections import Connections, ConnectionSettings
+from echo2p2p.net.payloads import Passed, Payload, RelayStatistics
 from echo2p2p.net.perform import perform_effect
-from echo2p2p.net.ports import Endpoint, Entropy, Journal, Streams
+from echo2p2p.net.ports import Endpoint, Entropy, Journal, SharedState, Streams
 from echo2p2p.weights.assembly import Added, Assembly, Early
 from echo2p2p.weights.manifest import check_header
 from echo2p2p.wire.arrays import to_tokens
@@ -69,33 +70,6 @@ class RelaySettings:
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
 
 
-@dataclass(frozen=True, slots=True)
-class RelayStatistics:
-    """What a node has done since its start."""
-
-    links: tuple[LinkStatistics, ...]
-    relayed_bytes: int
-    """Chunk payload, as are all bytes here: sent over links that are up and links that were."""
-    relayed_delta_bytes: int
-    """The part of it that belongs to deltas."""
-    received_bytes: int
-    duplicate_bytes: int
-    unknown_bytes: int
-    """Received of payloads that we do not follow."""
-    bad_chunks: Mapping[str, int]
-    """By source."""
-    chunks_redealt: int
-
-
-@dataclass(eq=False, slots=True)
-class _Payload:
-    signed: Signed
-    header: ManifestHeader
-    assembly: Assembly
-    ended: trio.Event = field(default_factory=trio.Event)
-    """Complete, or forgotten."""
-
-
 class RelayNode:
     """One node; `run` it once, call everything else from inside the same trio run.
 
@@ -109,6 +83,9 @@ class RelayNode:
         endpoint: Where to listen; ``None``: only dial, and `accept` what the caller listens for.
         dialable: Whether others can dial us; by default if there is an ``endpoint``.
         wants: Whether to follow a verified manifest that a peer offers; synchronous.
+        asked: Told, now and again, of an anchor that was offered, that we do not hold, and that a
+            peer wants of us; synchronous.
+        payload_memory: Makes the memory of a payload to be followed; ``None``: it is our own.
         journal: Where events go.
         entropy: For nonces.
         rng: For choices among equals, and jitter.
@@ -127,6 +104,8 @@ class RelayNode:
         endpoint: Endpoint | None,
         dialable: bool | None = None,
         wants: Callable[[ManifestHeader], bool],
+        asked: Callable[[Signed, ManifestHeader], None] = lambda _signed, _header: None,
+        payload_memory: Callable[[ManifestHeader], SharedState | None] = lambda _header: None,
         journal: Journal,
         entropy: Entropy,
         rng: random.Random,
@@ -138,6 +117,8 @@ class RelayNode:
         self._endpoint = endpoint
         self._dialable = endpoint is not None if dialable is None else dialable
         self._wants = wants
+        self._asked = asked
+        self._payload_memory = payload_memory
         self._journal = journal
         self._swarm = Swarm(is_source=me == SOURCE, rng=rng, settings=settings.swarm)
         self._connections = Connections(
@@ -149,7 +130,8 @@ class RelayNode:
             journal=journal,
             settings=settings.connections,
         )
-        self._payloads: dict[ManifestId, _Payload] = {}
+        self._payloads: dict[ManifestId, Payload] = {}
+        self._passed = Passed()
         self._timer = trio.Event()
         self._timer_s = math.inf
         self._sent_bytes = self._sent_delta_bytes = self._received_bytes = 0
@@ -205,19 +187,22 @@ class RelayNode:
 
     # --- payloads -----------------------------------------------------------------------------
 
-    def publish(self, signed: Signed, assembly: Assembly, *, push: bool) -> ManifestId:
+    def publish(
+        self, signed: Signed, assembly: Assembly, *, push: bool, memory: SharedState | None = None
+    ) -> ManifestId:
         """Offer a payload of which we hold every chunk.
 
         Args:
             signed: The manifest, believed.
             assembly: Complete; shared, not copied.
             push: Whether the source deals it (deltas) or it is pulled only (anchors).
+            memory: Where it lies, ours from here on.
         """
         assert assembly.complete
         manifest_id = manifest_id_of(signed.body)
         known = self._payloads.get(manifest_id)
         if known is None:
-            self._add(_Payload(signed, assembly.header, assembly), push=push)
+            self._add(Payload(signed, assembly.header, assembly, memory), push=push)
         elif not known.assembly.complete:
             known.assembly = assembly
             now = trio.current_time()
@@ -234,7 +219,9 @@ class RelayNode:
         manifest_id = manifest_id_of(signed.body)
         if manifest_id not in self._payloads:
             header = self._open(signed)
-            self._add(_Payload(signed, header, Assembly(header)), push=push)
+            memory = self._payload_memory(header)
+            assembly = Assembly(header, None if memory is None else memory.view)
+            self._add(Payload(signed, header, assembly, memory), push=push)
             self._journal.event(
                 PAYLOAD_FOLLOWED,
                 manifest_id=manifest_id.hex(),
@@ -256,11 +243,20 @@ class RelayNode:
                 return payload.assembly
         raise LocalProtocolError(f"payload {manifest_id.hex()} is not followed")
 
+    async def wait_grown(self, manifest_id: ManifestId) -> None:
+        """Wait until another chunk of a payload is verified, or it is complete or forgotten.
+
+        Waits without limit.
+        """
+        payload = self._payloads.get(manifest_id)
+        if payload is not None and not payload.ended.is_set():
+            await payload.grown.park()
+
     def forget(self, manifest_id: ManifestId) -> None:
         """Neither serve nor fetch a payload any longer. No error if it is unknown."""
         payload = self._payloads.pop(manifest_id, None)
         if payload is not None:
-            payload.ended.set()
+            payload.close()
             self._perform(self._swarm.drop_transfer(manifest_id, trio.current_time()))
 
     def holds(self) -> list[ManifestId]:
@@ -314,12 +310,12 @@ class RelayNode:
         check_header(header)
         return header
 
-    def _add(self, payload: _Payload, *, push: bool) -> None:
+    def _add(self, payload: Payload, *, push: bool) -> None:
         manifest_id = manifest_id_of(payload.signed.body)
         self._payloads[manifest_id] = payload
         assembly = payload.assembly
         if assembly.complete:
-            payload.ended.set()
+            payload.end()
         effects = self._swarm.add_transfer(
             manifest_id,
             count=assembly.count,
@@ -333,7 +329,7 @@ class RelayNode:
     def _store(
         self,
         manifest_id: ManifestId,
-        payload: _Payload,
+        payload: Payload,
         index: int,
         data: bytes | memoryview,
         source: str,
@@ -352,6 +348,7 @@ class RelayNode:
         match outcome:
             case Added(indices=indices, bad_sources=liars):
                 self._perform(self._swarm.chunks_stored(manifest_id, indices, now))
+                payload.grown.unpark_all()
                 for liar in liars:
                     self._blame(liar, manifest_id, "a chunk that waited for the index")
                 if payload.assembly.complete:
@@ -359,8 +356,8 @@ class RelayNode:
             case Early(kept=False):
                 self._perform(self._swarm.chunk_lost(manifest_id, index, now))
 
-    def _completed(self, manifest_id: ManifestId, payload: _Payload) -> None:
-        payload.ended.set()
+    def _completed(self, manifest_id: ManifestId, payload: Payload) -> None:
+        payload.end()
         self._journal.event(
             PAYLOAD_COMPLETED, manifest_id=manifest_id.hex(), version=payload.header.version
         )
@@ -400,6 +397,9 @@ class RelayNode:
                 self._receive_offer(peer_id, signed)
             case Want(manifest_id=key):
                 self._perform(swarm.receive_want(peer_id, ManifestId(key), now))
+                passed = self._passed.get(ManifestId(key))
+                if passed is not None and peer_id != SOURCE:  # the source wants to be told only
+                    self._asked(*passed)
             case Have(manifest_id=key, indices=indices):
                 held = to_tokens(indices).tolist()
                 self._perform(swarm.receive_have(peer_id, ManifestId(key), held, now))
@@ -430,6 +430,8 @@ class RelayNode:
             return  # the source knows what it has published, whatever a peer kept from long ago
         if self._wants(header):
             self.follow(signed, push=header.base_version is not None)
+        elif header.base_version is None:
+            self._passed.add(manifest_id, signed, header)
 
     def receive_chunk(self, peer_id: PeerId, chunk: ChunkPayload) -> None:
         """Verify one chunk of a live link and feed it to the core.

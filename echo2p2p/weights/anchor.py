@@ -11,6 +11,8 @@ digest of chunk 0 differs, and a peer that checks it before it serves stays a pl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from echo2p2p.errors import IntegrityError
 from echo2p2p.weights.blocks import (
     Block,
@@ -18,6 +20,7 @@ from echo2p2p.weights.blocks import (
     Content,
     anchor_ranges,
     pack_blocks,
+    packed_parts,
     read_blocks,
 )
 from echo2p2p.weights.cuts import mapped
@@ -34,6 +37,17 @@ def encode_anchor(
     Raises:
         LocalProtocolError: A state of another length than the layout's.
     """
+    return pack_blocks(Content.ANCHOR, _coded(layout, state, threads))
+
+
+def anchor_parts(
+    layout: Layout, state: bytes | bytearray | memoryview, *, threads: int = 1
+) -> Iterator[bytes | memoryview]:
+    """Yield what `encode_anchor` returns, part by part, so that it need not be in memory."""
+    yield from packed_parts(Content.ANCHOR, _coded(layout, state, threads))
+
+
+def _coded(layout: Layout, state: bytes | bytearray | memoryview, threads: int) -> Iterator[Block]:
     flat = flat_bytes(layout, state)
 
     def code(place: tuple[int, int, int]) -> Block:
@@ -48,7 +62,7 @@ def encode_anchor(
             put_whole(out, form, dtype, segments)
         return Block(index, first, count, form, out.body())
 
-    return pack_blocks(Content.ANCHOR, mapped(code, anchor_ranges(layout), threads))
+    yield from mapped(code, anchor_ranges(layout), threads)
 
 
 def decode_anchor(

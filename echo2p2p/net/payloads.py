@@ -1,0 +1,86 @@
+"""What a relay keeps of each payload, of those that it was shown and let pass, and of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+
+from echo2p2p.ids import ManifestId
+from echo2p2p.net.connections import LinkStatistics
+from echo2p2p.net.ports import SharedState
+from echo2p2p.weights.assembly import Assembly
+from echo2p2p.wire.messages import ManifestHeader, Signed
+
+PASSED_MAX: Final = 8
+"""Manifests that were let pass and are remembered, in case that a neighbour wants them of us."""
+
+
+@dataclass(eq=False, slots=True)
+class Payload:
+    """One that is held or followed.
+
+    Attributes:
+        signed: The manifest, believed.
+        header: What it says.
+        assembly: As far as it has come.
+        memory: Where the assembly lies, if not in memory of its own; closed with this.
+        ended: Complete, or forgotten.
+        grown: Unparked with each verified chunk, and at the end.
+    """
+
+    signed: Signed
+    header: ManifestHeader
+    assembly: Assembly
+    memory: SharedState | None = None
+    ended: trio.Event = field(default_factory=trio.Event)
+    grown: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+
+    def end(self) -> None:
+        """Wake whoever waits: there is no more to come."""
+        self.ended.set()
+        self.grown.unpark_all()
+
+    def close(self) -> None:
+        """Give the memory back, once nobody looks into it any more."""
+        self.end()
+        if self.memory is not None:
+            self.memory.close()
+
+
+class Passed:
+    """Verified manifests of payloads that we neither hold nor follow; the newest few."""
+
+    def __init__(self) -> None:
+        self._kept: dict[ManifestId, tuple[Signed, ManifestHeader]] = {}
+
+    def add(self, manifest_id: ManifestId, signed: Signed, header: ManifestHeader) -> None:
+        """Remember one."""
+        self._kept.pop(manifest_id, None)
+        self._kept[manifest_id] = signed, header
+        if len(self._kept) > PASSED_MAX:
+            del self._kept[next(iter(self._kept))]
+
+    def get(self, manifest_id: ManifestId) -> tuple[Signed, ManifestHeader] | None:
+        """Return one that is remembered."""
+        return self._kept.get(manifest_id)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatistics:
+    """What a node has done since its start."""
+
+    links: tuple[LinkStatistics, ...]
+    relayed_bytes: int
+    """Chunk payload, as are all bytes here: sent over links that are up and links that were."""
+    relayed_delta_bytes: int
+    """The part of it that belongs to deltas."""
+    received_bytes: int
+    duplicate_bytes: int
+    unknown_bytes: int
+    """Received of payloads that we do not follow."""
+    bad_chunks: Mapping[str, int]
+    """By source."""
+    chunks_redealt: int
