@@ -156,21 +156,23 @@ class Follower:
         """Look at our own memory whenever an engine has read other bits than it was offered."""
         while True:
             doubted = await keeper.wait_doubted()
-            weights = self._weights
-            async with weights.lock:
-                if weights.version != doubted.version:
-                    continue
-                digest = await self._offload.run(
-                    partial(state_digest, weights.layout, weights.view)
-                )
-                if digest == weights.digest:
-                    continue  # so it was the engine's
+            if doubted.version == self._weights.version and not await self._is_sound():
                 await keeper.withdraw()
-                detail = f"the weights of version {doubted.version} have changed in memory"
-                self._journal.event(WEIGHTS_DAMAGED, version=doubted.version, detail=detail)
-                weights.forget()
+                self._weights.forget()
                 self._target = None
                 self._asking.cancel()
+
+    async def _is_sound(self) -> bool:
+        """Compare our memory with what it should hold; say in the journal if it does not."""
+        weights = self._weights
+        async with weights.lock:
+            version, digest = weights.version, weights.digest
+            work = partial(state_digest, weights.layout, weights.view)
+            sound = version is None or await self._offload.run(work) == digest
+        if not sound:
+            detail = f"the weights of version {version} have changed in memory"
+            self._journal.event(WEIGHTS_DAMAGED, version=version, detail=detail)
+        return sound
 
     async def _follow(self, path: list[Signed]) -> None:
         headers = list(map(self._open, path))
@@ -191,6 +193,7 @@ class Follower:
                 # Every chunk was verified, so this is the publisher's fault or our memory's:
                 # take the whole state afresh and blame nobody.
                 self._journal.event(VERSION_REFUSED, version=header.version, detail=str(error))
+                await self._is_sound()
                 self._weights.forget()
                 self._target = None
                 await trio.sleep(1.0)
