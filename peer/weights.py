@@ -124,6 +124,7 @@ class Follower:
                 try:
                     if self._local is not None and self._weights.version is None:
                         await self._take_local(self._local)
+                        continue
                     with trio.CancelScope() as self._asking:
                         path = await self._client.manifests(self._weights.version, POLL_S)
                     if not self._asking.cancelled_caught:
@@ -157,10 +158,11 @@ class Follower:
         while True:
             doubted = await keeper.wait_doubted()
             if doubted.version == self._weights.version and not await self._is_sound():
-                await keeper.withdraw()
                 self._weights.forget()
                 self._target = None
                 self._asking.cancel()
+                await keeper.withdraw()
+                self._offer_current()  # if there is something better by now
 
     async def _is_sound(self) -> bool:
         """Compare our memory with what it should hold; say in the journal if it does not."""
