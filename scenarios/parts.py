@@ -282,6 +282,7 @@ class FakeLearner:
         export_s: For one export.
         save_s: For one checkpoint.
         changed_share: Part of the elements that a step changes.
+        ballast: Further elements, for a model that takes time.
         timeout_s: When a hanging call is given up.
         faults: What goes wrong.
     """
@@ -295,6 +296,7 @@ class FakeLearner:
         export_s: float = 0.0,
         save_s: float = 0.0,
         changed_share: float = 0.02,
+        ballast: int = 0,
         timeout_s: float = 3600.0,
         faults: LearnerFaults | None = None,
     ) -> None:
@@ -313,6 +315,7 @@ class FakeLearner:
                 ("model.layers.0.mlp.weight", "bf16", (384, 64), ()),
                 ("model.layers.1.mlp.weight", "bf16", (128, 64), ()),
                 ("model.norm.weight", "bf16", (64,), ()),
+                *([("model.ballast.weight", "bf16", (ballast,), ())] if ballast else []),
             ]
         )
         self._seed = 0
