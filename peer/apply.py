@@ -30,7 +30,7 @@ from echo2p2p.wire.messages import ManifestHeader
 from peer.keeper import EngineKeeper, WeightState
 from peer.state import Weights
 
-CHANGES_SHARE: Final = 0.1
+CHANGES_SHARE: Final = 0.05
 """Memory of what is worked out ahead, as a share of the model. The rest waits in the payload."""
 
 

@@ -279,6 +279,7 @@ class Follower:
 
     def _keep(self, identity: ManifestId, header: ManifestHeader) -> None:
         """Keep an applied payload for others, and forget what is of no use any more."""
+        self._relay.rest(identity)
         if header.base_version is None:
             self.keep_anchor(identity)
         else:

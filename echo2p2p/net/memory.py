@@ -43,6 +43,11 @@ class MappedState:
             self._named = False
             self._file.unlink(missing_ok=True)
 
+    def rest(self) -> None:
+        """Unmap its pages; the file keeps them, and the next look maps them again."""
+        if self._open and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
+
     def close(self) -> None:
         """Remove the file and unmap; idempotent.
 

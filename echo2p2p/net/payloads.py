@@ -43,6 +43,11 @@ class Payload:
         self.ended.set()
         self.grown.unpark_all()
 
+    def rest(self) -> None:
+        """Say that we have done with it, and that others will ask for single chunks at most."""
+        if self.memory is not None:
+            self.memory.rest()
+
     def close(self) -> None:
         """Give the memory back, once nobody looks into it any more."""
         self.end()

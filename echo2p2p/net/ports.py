@@ -304,6 +304,10 @@ class SharedState(Protocol):
         """All of it, writable. Released by `close`."""
         ...
 
+    def rest(self) -> None:
+        """Say that it will not be looked at soon: its pages need not stay in memory."""
+        ...
+
     def close(self) -> None:
         """Unmap and remove. Idempotent."""
         ...

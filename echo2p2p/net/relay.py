@@ -203,6 +203,7 @@ class RelayNode:
         known = self._payloads.get(manifest_id)
         if known is None:
             self._add(Payload(signed, assembly.header, assembly, memory), push=push)
+            self.rest(manifest_id)
         elif not known.assembly.complete:
             known.assembly = assembly
             now = trio.current_time()
@@ -251,6 +252,12 @@ class RelayNode:
         payload = self._payloads.get(manifest_id)
         if payload is not None and not payload.ended.is_set():
             await payload.grown.park()
+
+    def rest(self, manifest_id: ManifestId) -> None:
+        """Keep a payload for others only, where it takes no memory. No error if it is unknown."""
+        payload = self._payloads.get(manifest_id)
+        if payload is not None:
+            payload.rest()
 
     def forget(self, manifest_id: ManifestId) -> None:
         """Neither serve nor fetch a payload any longer. No error if it is unknown."""

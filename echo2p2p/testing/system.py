@@ -84,6 +84,9 @@ class MemoryState:
             raise LocalProtocolError("shared state used after it was closed")
         return self._view
 
+    def rest(self) -> None:
+        """Do nothing: there is no file behind it."""
+
     def close(self) -> None:
         """Give the memory back, unless an array still looks at it; then with that array."""
         view, self._view = self._view, None

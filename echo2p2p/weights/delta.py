@@ -127,6 +127,7 @@ class DeltaApply:
         self._payload_bytes = len(memoryview(payload).cast("B"))
         self._reader = BlockReader(layout, payload, Content.DELTA, source=source)
         self._changes_bytes_max = changes_bytes_max
+        self._full = changes_bytes_max == 0
         self._source = source
         self._threads = threads
         self._blocks: list[tuple[Block, Changes | None]] = []
@@ -141,9 +142,9 @@ class DeltaApply:
         """
         before = len(self._blocks)
         for block, changes in mapped(self._work_out, self._reader.read(ready_bytes), self._threads):
-            kept = changes
             if changes is not None and self.changes_bytes + changes.bytes > self._changes_bytes_max:
-                kept = None
+                self._full = True
+            kept = None if self._full else changes
             self.changes_bytes += 0 if kept is None else kept.bytes
             self._blocks.append((block, kept))
         return len(self._blocks) - before
@@ -166,7 +167,7 @@ class DeltaApply:
         return DTYPES[self._layout.sequences[block.sequence].dtype]
 
     def _work_out(self, block: Block) -> tuple[Block, Changes | None]:
-        if self.changes_bytes >= self._changes_bytes_max:
+        if self._full:
             return block, None
         body, old = memoryview(block.body), self._segments(block)
         changes = find_changes(block.form, self._dtype(block), body, old, source=self._source)

@@ -120,6 +120,8 @@ def test_a_scratch_block_is_zeroed_writable_and_of_no_other_block(memory):
     first.view[:3] = b"abc"
     assert bytes(second.view) == bytes(200)
     kept = first.view[:3]
+    first.rest()
+    assert bytes(kept) == b"abc"
     for block in (first, second):
         block.close()
         block.close()
