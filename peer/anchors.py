@@ -23,7 +23,7 @@ from echo2p2p.wire.messages import ManifestHeader, Signed
 from peer.state import Weights
 
 ANCHOR_REBUILT: Final = "anchor.rebuilt"
-ANCHOR_NOT_REBUILT: Final = "anchor.not_rebuilt"
+ANCHOR_DROPPED: Final = "anchor.dropped"
 
 
 class AnchorMaker:
@@ -89,14 +89,14 @@ class AnchorMaker:
             try:
                 memory = weights.scratch(header.payload_bytes)
             except StoreError as error:
-                self._journal.event(ANCHOR_NOT_REBUILT, version=header.version, detail=str(error))
+                self._journal.event(ANCHOR_DROPPED, version=header.version, detail=str(error))
                 return
             work = partial(rebuild_anchor, header, weights.layout, weights.view, memory.view)
             assembly = await self._offload.run(work)
         if assembly is None:
             memory.close()
             detail = "our bytes are others than the publisher's"
-            self._journal.event(ANCHOR_NOT_REBUILT, version=header.version, detail=detail)
+            self._journal.event(ANCHOR_DROPPED, version=header.version, detail=detail)
             return
         self._relay.publish(signed, assembly, push=False, memory=memory)
         self._made(identity)

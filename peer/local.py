@@ -18,8 +18,8 @@ from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import ManifestHeader
 from peer.state import Weights
 
-MODEL_DIR_USED: Final = "model_dir.used"
-MODEL_DIR_UNUSED: Final = "model_dir.unused"
+LOCAL_WEIGHTS_USED: Final = "local_weights.used"
+LOCAL_WEIGHTS_REJECTED: Final = "local_weights.rejected"
 FIRST: Final = Version(0)
 
 ReadModel = Callable[[Layout, memoryview], None]
@@ -62,7 +62,7 @@ class LocalModel:
                 async with weights.lock:
                     self._digest = await self._offload.run(work)
         except ConfigError as error:
-            self._unused(str(error))
+            self._rejected(str(error))
         return self._digest
 
     def adopt(
@@ -80,13 +80,13 @@ class LocalModel:
                 return self._used(FIRST, digest)
             if header.base_version is None and header.result_digest == digest:
                 return self._used(Version(header.version), digest)
-        self._unused("its weights are not those that the run started from, or has an anchor of")
+        self._rejected("its weights are not those that the run started from, or has an anchor of")
         return False
 
     def _used(self, version: Version, digest: Digest) -> bool:
         self._weights.switch(version, digest)
-        self._journal.event(MODEL_DIR_USED, version=version)
+        self._journal.event(LOCAL_WEIGHTS_USED, version=version)
         return True
 
-    def _unused(self, detail: str) -> None:
-        self._journal.event(MODEL_DIR_UNUSED, detail=f"{detail}: they are downloaded")
+    def _rejected(self, detail: str) -> None:
+        self._journal.event(LOCAL_WEIGHTS_REJECTED, detail=f"{detail}: they are downloaded")

@@ -29,8 +29,8 @@ from peer.state import Weights
 
 VERSION_APPLIED: Final = "version.applied"
 VERSION_REFUSED: Final = "version.refused"
-WEIGHTS_DAMAGED: Final = "weights.damaged"
-PAYLOAD_IN_MEMORY: Final = "payload.in_memory"
+WEIGHTS_CORRUPT: Final = "weights.corrupt"
+PAYLOAD_FILE_REFUSED: Final = "payload.file_refused"
 CHUNKS_OVER_HTTP: Final = "chunks.over_http"
 POLL_S: Final = 25.0
 """Long poll for manifests."""
@@ -107,7 +107,7 @@ class Follower:
             return self._weights.scratch(header.payload_bytes)
         except StoreError as error:
             detail = f"{error} (version {header.version} is put together in memory)"
-            self._journal.event(PAYLOAD_IN_MEMORY, detail=detail)
+            self._journal.event(PAYLOAD_FILE_REFUSED, detail=detail)
             return None
 
     async def run(self) -> None:
@@ -173,7 +173,7 @@ class Follower:
             sound = version is None or await self._offload.run(work) == digest
         if not sound:
             detail = f"the weights of version {version} have changed in memory"
-            self._journal.event(WEIGHTS_DAMAGED, version=version, detail=detail)
+            self._journal.event(WEIGHTS_CORRUPT, version=version, detail=detail)
         return sound
 
     async def _follow(self, path: list[Signed]) -> None:

@@ -172,7 +172,7 @@ async def test_bytes_of_another_release_are_not_served_and_not_tried_again(autoj
             subject.ask(index_digest=other.index_digest)
             await trio.sleep(5.0)
         assert subject.relay.served == {}
-        (event,) = subject.journal.named("anchor.not_rebuilt")
+        (event,) = subject.journal.named("anchor.dropped")
         assert event.fields["detail"] == "our bytes are others than the publisher's"
 
 
@@ -182,7 +182,7 @@ async def test_no_room_for_it_is_an_event(autojump_clock) -> None:
         subject.ask()
         await trio.sleep(5.0)
         assert subject.relay.served == {}
-        assert len(subject.journal.named("anchor.not_rebuilt")) == 1
+        assert len(subject.journal.named("anchor.dropped")) == 1
 
 
 # --- in a run -----------------------------------------------------------------------------------

@@ -223,7 +223,7 @@ async def test_memory_that_an_engine_finds_damaged_is_reported_and_fetched_again
         subject.weights.view[100] ^= 4  # while the engine loads, or before
         await subject.proved(0)
         assert bytes(subject.weights.view) == run.states[0]
-        (damaged,) = subject.events("weights.damaged")
+        (damaged,) = subject.events("weights.corrupt")
         assert damaged["version"] == 0
         assert run.asked == [None, 0, None, 0]
         (lost,) = subject.events("engine.lost")
@@ -239,7 +239,7 @@ async def test_an_engine_that_reads_otherwise_than_the_memory_costs_no_download(
     async with subject.running():
         await subject.proved(0)
         assert len(subject.events("engine.lost")) == 1
-        assert subject.events("weights.damaged") == []
+        assert subject.events("weights.corrupt") == []
         assert run.asked == [None, 0]
 
 
@@ -312,7 +312,7 @@ async def test_weights_that_the_volunteer_has_are_not_downloaded(autojump_clock,
     async with subject.running():
         await subject.proved(latest)
         assert bytes(subject.weights.view) == run.states[latest]
-        assert subject.events("model_dir.used") == [{"version": 0}]
+        assert subject.events("local_weights.used") == [{"version": 0}]
         assert not any(event["anchor"] for event in subject.events("version.applied"))
         assert run.fetched_bytes < len(encode_anchor(LAYOUT, run.states[0])) / 4
 
@@ -344,7 +344,7 @@ async def test_a_folder_with_other_weights_costs_a_line_and_the_anchor_is_fetche
     subject = Subject(run, engines=True, local=folder(bytes(2 * COUNT)))
     async with subject.running():
         await subject.proved(2)
-        (unused,) = subject.events("model_dir.unused")
+        (unused,) = subject.events("local_weights.rejected")
         assert unused["detail"].endswith("they are downloaded")
         assert bytes(subject.weights.view) == run.states[2]
 
@@ -358,7 +358,7 @@ async def test_a_folder_that_cannot_be_read_costs_a_line_too(autojump_clock) -> 
     subject = Subject(run, local=read)
     async with subject.running():
         await subject.reached(0)
-        (unused,) = subject.events("model_dir.unused")
+        (unused,) = subject.events("local_weights.rejected")
         assert "m has no tensor w: they are downloaded" in unused["detail"]
 
 
@@ -383,4 +383,4 @@ async def test_a_payload_that_finds_no_room_in_a_file_is_put_together_in_memory(
     with pytest.raises(StoreError):
         subject.weights.scratch(header.payload_bytes)
     assert subject.follower.payload_memory(header) is None
-    assert len(subject.events("payload.in_memory")) == 1
+    assert len(subject.events("payload.file_refused")) == 1
