@@ -29,7 +29,7 @@ from peer.state import Weights
 
 VERSION_APPLIED: Final = "version.applied"
 VERSION_REFUSED: Final = "version.refused"
-WEIGHTS_CORRUPT: Final = "weights.corrupt"
+MEMORY_CORRUPT: Final = "memory.corrupt"
 PAYLOAD_FILE_REFUSED: Final = "payload.file_refused"
 CHUNKS_OVER_HTTP: Final = "chunks.over_http"
 POLL_S: Final = 25.0
@@ -173,7 +173,7 @@ class Follower:
             sound = version is None or await self._offload.run(work) == digest
         if not sound:
             detail = f"the weights of version {version} have changed in memory"
-            self._journal.event(WEIGHTS_CORRUPT, version=version, detail=detail)
+            self._journal.event(MEMORY_CORRUPT, version=version, detail=detail)
         return sound
 
     async def _follow(self, path: list[Signed]) -> None:

@@ -405,8 +405,8 @@ class RelayNode:
             case Want(manifest_id=key):
                 self._perform(swarm.receive_want(peer_id, ManifestId(key), now))
                 passed = self._passed.get(ManifestId(key))
-                if passed is not None and peer_id != SOURCE:  # the source wants to be told only
-                    self._asked(*passed)
+                if passed is not None and peer_id != SOURCE and self.relaying:
+                    self._asked(*passed)  # the source only wants to be told who has it
             case Have(manifest_id=key, indices=indices):
                 held = to_tokens(indices).tolist()
                 self._perform(swarm.receive_have(peer_id, ManifestId(key), held, now))

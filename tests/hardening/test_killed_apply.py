@@ -53,6 +53,6 @@ def test_a_peer_killed_at_any_point_of_an_apply_restarts_into_a_whole_version(tm
         peer = start_peer(processes, run.url, run.token)
         wait_more(peer, "version.loaded")
         wait_more(peer, "version.loaded")
-        for bad in ("version.refused", "weights.corrupt", "engine.lost"):
+        for bad in ("version.refused", "memory.corrupt", "engine.lost"):
             assert peer.events(bad) == [], "every life began with whole weights"
     assert in_the_middle >= 2

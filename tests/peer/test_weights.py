@@ -223,7 +223,7 @@ async def test_memory_that_an_engine_finds_damaged_is_reported_and_fetched_again
         subject.weights.view[100] ^= 4  # while the engine loads, or before
         await subject.proved(0)
         assert bytes(subject.weights.view) == run.states[0]
-        (damaged,) = subject.events("weights.corrupt")
+        (damaged,) = subject.events("memory.corrupt")
         assert damaged["version"] == 0
         assert run.asked == [None, 0, None, 0]
         (lost,) = subject.events("engine.lost")
@@ -239,7 +239,7 @@ async def test_an_engine_that_reads_otherwise_than_the_memory_costs_no_download(
     async with subject.running():
         await subject.proved(0)
         assert len(subject.events("engine.lost")) == 1
-        assert subject.events("weights.corrupt") == []
+        assert subject.events("memory.corrupt") == []
         assert run.asked == [None, 0]
 
 
