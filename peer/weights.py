@@ -17,7 +17,7 @@ from echo2p2p.errors import IntegrityError, LinkError, RefusedError, StoreError
 from echo2p2p.ids import ManifestId, Version
 from echo2p2p.net.ports import Journal, Offload, SharedState
 from echo2p2p.net.relay import RelayNode
-from echo2p2p.weights.manifest import manifest_id
+from echo2p2p.weights.manifest import is_step, manifest_id
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record
@@ -181,7 +181,7 @@ class Follower:
         if headers and (self._target is None or headers[-1].version > self._target):
             self._target = Version(headers[-1].version)
         for signed, header in zip(path, headers, strict=True):
-            self._relay.follow(signed, push=header.base_version is not None)
+            self._relay.follow(signed, push=is_step(header))
         for number, (signed, header) in enumerate(zip(path, headers, strict=True)):
             identity = manifest_id(signed)
             try:

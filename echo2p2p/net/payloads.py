@@ -8,11 +8,14 @@ from typing import Final
 
 import trio
 
+from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId
 from echo2p2p.net.connections import LinkStatistics
 from echo2p2p.net.ports import SharedState
 from echo2p2p.weights.assembly import Assembly
+from echo2p2p.wire.handshake import Self
 from echo2p2p.wire.messages import ManifestHeader, Signed
+from echo2p2p.wire.signing import open_record
 
 PASSED_MAX: Final = 8
 """Manifests that were let pass and are remembered, in case that a neighbour wants them of us."""
@@ -53,6 +56,18 @@ class Payload:
         self.end()
         if self.memory is not None:
             self.memory.close()
+
+
+def open_manifest(signed: Signed, me: Self) -> ManifestHeader:
+    """Return a manifest that our run has signed; `check_header` is the caller's to call.
+
+    Raises:
+        RemoteProtocolError: It is not our run's.
+    """
+    header = open_record(signed, me.run_public_key, ManifestHeader)
+    if header.run_id != me.run_id:
+        raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
+    return header
 
 
 class Passed:

@@ -33,11 +33,11 @@ from echo2p2p.errors import (
 )
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
 from echo2p2p.net.connections import Connections, ConnectionSettings
-from echo2p2p.net.payloads import Passed, Payload, RelayStatistics
+from echo2p2p.net.payloads import Passed, Payload, RelayStatistics, open_manifest
 from echo2p2p.net.perform import perform_effect
 from echo2p2p.net.ports import Endpoint, Entropy, Journal, SharedState, Streams
 from echo2p2p.weights.assembly import Added, Assembly, Early
-from echo2p2p.weights.manifest import check_header
+from echo2p2p.weights.manifest import check_header, is_step
 from echo2p2p.wire.arrays import to_tokens
 from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.handshake import Self
@@ -54,7 +54,6 @@ from echo2p2p.wire.messages import (
     Signed,
     Want,
 )
-from echo2p2p.wire.signing import open_record
 
 CHUNK_REJECTED: Final = "chunk.rejected"
 MANIFEST_REFUSED: Final = "manifest.refused"
@@ -311,9 +310,7 @@ class RelayNode:
         )
 
     def _open(self, signed: Signed) -> ManifestHeader:
-        header = open_record(signed, self._self.run_public_key, ManifestHeader)
-        if header.run_id != self._self.run_id:
-            raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
+        header = open_manifest(signed, self._self)
         check_header(header)
         return header
 
@@ -424,9 +421,7 @@ class RelayNode:
     def _receive_offer(self, peer_id: PeerId, signed: Signed) -> None:
         manifest_id = manifest_id_of(signed.body)
         if manifest_id not in self._payloads:
-            header = open_record(signed, self._self.run_public_key, ManifestHeader)
-            if header.run_id != self._self.run_id:
-                raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
+            header = open_manifest(signed, self._self)
             try:
                 check_header(header)
             except RemoteProtocolError as error:  # signed, so not the fault of who passed it on
@@ -436,7 +431,7 @@ class RelayNode:
         if manifest_id in self._payloads or self._self.peer_id == SOURCE:
             return  # the source knows what it has published, whatever a peer kept from long ago
         if self._wants(header):
-            self.follow(signed, push=header.base_version is not None)
+            self.follow(signed, push=is_step(header))
         elif header.base_version is None:
             self._passed.add(manifest_id, signed, header)
 

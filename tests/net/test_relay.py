@@ -535,12 +535,16 @@ async def test_who_waits_for_growth_is_woken_by_each_chunk_and_by_the_end(autoju
             node.forget(relays.keys.payload(2, 1000).manifest_id)
 
 
+@pytest.mark.parametrize("relaying", [True, False])
 async def test_an_anchor_that_was_let_pass_is_asked_for_by_peers_and_not_by_the_source(
-    autojump_clock,
+    autojump_clock, relaying
 ):
     asked = []
     async with relay_net("p0", "p1", "p2") as (_, relays):
-        await relays.start("p0", wants=lambda _: False, asked=lambda *item: asked.append(item))
+        member = await relays.start(
+            "p0", wants=lambda _: False, asked=lambda *item: asked.append(item)
+        )
+        member.node.relaying = relaying
         await relays.start("p1", wants=lambda _: False)
         await start_all(relays, "p0", "p1")
         anchor, delta = relays.keys.payload(1, 50_000, anchor=True), relays.keys.payload(2, 50_000)
@@ -552,4 +556,4 @@ async def test_an_anchor_that_was_let_pass_is_asked_for_by_peers_and_not_by_the_
         relays.link_up()
         await relays.wait_linked()
         await trio.sleep(5.0)
-        assert asked == [(anchor.signed, anchor.assembly.header)]
+        assert asked == [(anchor.signed, anchor.assembly.header)] * relaying
