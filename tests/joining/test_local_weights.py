@@ -13,7 +13,6 @@ from coordinator.learner.base import LearnerSetup
 from echo2p2p.errors import ConfigError
 from echo2p2p.testing.live import Live, start_coordinator, start_peer
 from echo2p2p.testing.processes import Processes
-from echo2p2p.testing.system import SimSharedMemory
 from peer.config import PeerSettings
 from peer.machine import model_reader
 from scenarios.parts import FakeLearner
@@ -25,15 +24,13 @@ SEED = Settings().run.seed
 def write_first_version(folder: Path) -> None:
     """Write the weights that the fake learner starts from as a folder of safetensors."""
 
-    async def export():
+    async def start():
         learner = FakeLearner(ballast=BALLAST)
         setup = LearnerSetup(model_dir=folder, task="sort_digits", seed=SEED)
         ready = await learner.start(setup, lambda *_: None)
-        state = SimSharedMemory().allocate("w", ready.layout.total_bytes)
-        await learner.export(state)
-        return ready.layout, bytes(state.view)
+        return ready.layout, learner._bits.tobytes()
 
-    layout, bits = trio.run(export)
+    layout, bits = trio.run(start)
     header = {
         spec.name: {
             "dtype": "BF16",
