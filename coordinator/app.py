@@ -33,6 +33,7 @@ from coordinator.training import Shelf, StepRecord, Trainer
 from echo2p2p.errors import ConfigError, EchoError, EngineError, StoreError
 from echo2p2p.ids import SOURCE, Generation, Step
 from echo2p2p.limits import Fill
+from echo2p2p.net.payloads import RelaySettings
 from echo2p2p.net.ports import (
     Blobs,
     Endpoint,
@@ -46,7 +47,7 @@ from echo2p2p.net.ports import (
     TlsServer,
     WallClock,
 )
-from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.trust import CertificateAuthority, JoinToken, RunKeys, draw_admin_token
 from echo2p2p.rollouts.batch import GroupQueue
 from echo2p2p.rollouts.ledger import Balance

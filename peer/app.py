@@ -64,8 +64,9 @@ from peer.coordinator_client import join as send_join
 from peer.engine.base import Engine, EngineSetup
 from peer.figures import PeerFigures, Tally
 from peer.keeper import EngineKeeper
+from peer.local import ReadModel
 from peer.membership import Membership, Outcome
-from peer.weights import Weights
+from peer.state import Weights
 
 _T = TypeVar("_T")
 
@@ -81,6 +82,8 @@ PROBE_S: Final = 3.0
 """For a look whether the coordinator speaks the other scheme."""
 ENGINE_BASE_BYTES: Final = 400_000_000
 """Of an engine's process without a model: Python, torch, and room to generate."""
+STATE_SHARE: Final = 1.2
+"""Memory of the weights while a version is applied, as a share of the model (ARCHITECTURE §5)."""
 BYTES_BY_DTYPE: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -103,6 +106,8 @@ class PeerPorts:
     """For finished work while the coordinator is away; ``None``: it waits in memory."""
     memory_free: Callable[[], int | None] = lambda: None
     """Bytes that this machine can still give; ``None``: it does not say."""
+    read_model: ReadModel | None = None
+    """Reads the folder that the volunteer has of the run's first weights."""
     traffic_log: TrafficLog = field(default_factory=NoTrafficLog)
     """Used only where there is a daily cap."""
     make_http_server: Callable[[], HttpServer] | None = None
@@ -326,6 +331,7 @@ class PeerApp:
                     http=http,
                     shaper=self._shaper,
                     outbox=ports.outbox,
+                    local=ports.read_model,
                     journal=journal,
                 )
                 holder.append(membership.relay)
@@ -374,7 +380,7 @@ class PeerApp:
             StoreError: With the figures.
         """
         free = self._ports.memory_free()
-        states, engine = 2 * layout.total_bytes, 0
+        states, engine = int(STATE_SHARE * layout.total_bytes), 0
         if self._ports.make_engine is not None:
             elements = sum(prod(tensor.shape) for tensor in layout.tensors)
             engine = elements * BYTES_BY_DTYPE.get(self._settings.engine.dtype, 4)
@@ -382,7 +388,7 @@ class PeerApp:
                 engine += ENGINE_BASE_BYTES
         if free is None or states + engine <= free:
             return
-        need = f"{_giga(states + engine)} of memory (two copies of {_giga(layout.total_bytes)}"
+        need = f"{_giga(states + engine)} of memory ({_giga(states)} for the weights"
         if engine:
             need += f", {_giga(engine)} for the engine"
         mend = "free some, or use a larger machine"

@@ -155,6 +155,9 @@ class PeerSettings(Section):
     of it is spent it leaves the run and comes back after the day. Default: no cap."""
     relay: RelaySection = RelaySection()
     """How other peers reach this one."""
+    model_dir: str | None = Field(None, validation_alias=_dashed("model_dir"))
+    """Hugging Face folder with the model that the run started from: if its safetensors are the
+    very bits that the run names, they are not downloaded. Default: none."""
     engine: EngineSection = EngineSection()
     """How this peer generates."""
     metrics: MetricsSection = MetricsSection()

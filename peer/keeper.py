@@ -47,7 +47,7 @@ HOPELESS: Final = frozenset({"EngineError", "ImportError", "ModuleNotFoundError"
 
 @dataclass(frozen=True)
 class WeightState:
-    """A whole, verified version in shared memory."""
+    """A whole, verified version in shared memory, which is not written before `withdraw`."""
 
     version: Version
     digest: Digest
@@ -83,6 +83,7 @@ class EngineKeeper:
         self._busy = trio.Lock()
         self._wanted: WeightState | None = None
         self._loading: WeightState | None = None
+        self._doubted: WeightState | None = None
         self._lost: EngineError | None = None
         self._first_proof_s: float | None = None
         self._worked = False
@@ -104,17 +105,22 @@ class EngineKeeper:
         self._wanted = weights
         self.changed.unpark_all()
 
-    def uses(self, state: SharedState) -> bool:
-        """Whether the engine reads this memory now, or would after a restart."""
-        return any(
-            weights is not None and weights.state is state
-            for weights in (self._loading, self._wanted)
-        )
+    async def withdraw(self) -> None:
+        """Take the offer back: from here to the next one the memory may be written.
 
-    async def wait_unused(self, state: SharedState) -> None:
-        """Wait until `uses` is false. Cancel-safe."""
-        while self.uses(state):
+        The engine goes on with what it has loaded; one that is started meanwhile waits. A load
+        under way is waited for. Cancel-safe: a cancelled call leaves the offer as it was.
+        """
+        while self._loading is not None:
             await self.changed.park()
+        self._wanted = None
+
+    async def wait_doubted(self) -> WeightState:
+        """Wait until an engine has read other bits than it was offered, and return the offer."""
+        while self._doubted is None:
+            await self.changed.park()
+        doubted, self._doubted = self._doubted, None
+        return doubted
 
     # --- generating ---------------------------------------------------------------------------
 
@@ -241,7 +247,8 @@ class EngineKeeper:
             if self._lost is not None:
                 raise self._lost
             async with self._busy:
-                await self._switch(engine)
+                if self._behind():  # still: the offer may have been withdrawn
+                    await self._switch(engine)
 
     def _behind(self) -> bool:
         return self._wanted is not None and self._wanted.version != self.version
@@ -255,7 +262,9 @@ class EngineKeeper:
             proof = await engine.prove()
         finally:
             self._loading = None
+            self.changed.unpark_all()
         if proof != weights.digest:
+            self._doubted = weights  # the engine's memory, or ours
             raise EngineError(
                 f"the engine does not use the weights of version {weights.version}: "
                 f"digest {proof.hex()[:12]}, wanted {weights.digest.hex()[:12]}"

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -22,8 +23,10 @@ from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.net.trust import PeerIdentity
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerPorts, limits_of
+from peer.checkpoint import read_checkpoint
 from peer.config import PeerSettings
 from peer.engine.client import HfEngineProcess
+from peer.local import ReadModel
 
 ENGINE_SHARE: Final = 0.9
 """Of the free memory, for the engine's process; more, and the system would begin to kill."""
@@ -95,6 +98,20 @@ def open_identity(folder: Path) -> PeerIdentity:
     return identity
 
 
+def model_reader(settings: PeerSettings) -> ReadModel | None:
+    """Return what reads the volunteer's model folder, if there is one.
+
+    Raises:
+        ConfigError: It is no folder.
+    """
+    if settings.model_dir is None:
+        return None
+    folder = Path(settings.model_dir).expanduser()
+    if not folder.is_dir():
+        raise ConfigError("model_dir", f"{folder} is no folder; give the one with the safetensors")
+    return partial(read_checkpoint, folder)
+
+
 class TrafficFile:
     """`TrafficLog` in a file of the peer's folder."""
 
@@ -161,6 +178,7 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
             ),
             outbox=FileBlobs(folder / "outbox"),
             memory_free=free_memory_bytes,
+            read_model=model_reader(settings),
             traffic_log=TrafficFile(folder / "traffic.json"),
             make_http_server=lambda: AioHttpServer(aio, None, journal),
         )

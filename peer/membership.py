@@ -12,16 +12,27 @@ from echo2p2p.ids import SOURCE, Incarnation, PeerId
 from echo2p2p.limits import Fill
 from echo2p2p.net.connections import ConnectionSettings
 from echo2p2p.net.link import LinkSettings
-from echo2p2p.net.ports import Blobs, Entropy, HttpClient, Journal, Offload, Streams
-from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.payloads import RelaySettings
+from echo2p2p.net.ports import Blobs, Entropy, HttpClient, Journal, Offload, SharedState, Streams
+from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.shaping import Shaper, Stage
-from echo2p2p.wire.messages import Heartbeat, JoinReply, Measurements, Plan
+from echo2p2p.wire.messages import (
+    Heartbeat,
+    JoinReply,
+    ManifestHeader,
+    Measurements,
+    Plan,
+    Signed,
+)
+from peer.anchors import AnchorMaker
 from peer.config import PeerSettings
 from peer.coordinator_client import NOT_A_MEMBER, BusyError, CoordinatorClient
 from peer.figures import PeerFigures, Tally
 from peer.keeper import EngineKeeper
+from peer.local import ReadModel
 from peer.rollouts import Rollouts
-from peer.weights import Follower, Weights
+from peer.state import Weights
+from peer.weights import Follower
 
 WORK_DECIDED: Final = "work.decided"
 HEARTBEAT_FAILED: Final = "heartbeat.retried"
@@ -51,11 +62,13 @@ class Membership:
         http: HttpClient,
         shaper: Shaper | None,
         outbox: Blobs | None,
+        local: ReadModel | None,
         journal: Journal,
     ) -> None:
         self._settings = settings
         self._shaper = shaper
         self._outbox = outbox
+        self._local = local
         self._offload = offload
         self._reply = reply
         self._run_public_key = run_public_key
@@ -66,6 +79,7 @@ class Membership:
             http, reply.credential, Incarnation(reply.incarnation), self._heard
         )
         self._follower: Follower | None = None
+        self._maker: AnchorMaker | None = None
         self._work: Rollouts | None = None
         self._parts: tuple[Weights, EngineKeeper | None] | None = None
         self._latest: int | None = None
@@ -83,6 +97,8 @@ class Membership:
             endpoint=None,
             dialable=dialable,
             wants=lambda header: self._follower is not None and self._follower.wants(header),
+            asked=self._asked,
+            payload_memory=self._payload_memory,
             journal=journal,
             entropy=entropy,
             rng=entropy.rng("relay"),
@@ -90,6 +106,13 @@ class Membership:
                 connections=ConnectionSettings(link=LinkSettings(shaper=shaper))
             ),
         )
+
+    def _asked(self, signed: Signed, header: ManifestHeader) -> None:
+        if self._maker is not None:
+            self._maker.asked(signed, header)
+
+    def _payload_memory(self, header: ManifestHeader) -> SharedState | None:
+        return None if self._follower is None else self._follower.payload_memory(header)
 
     def _heard(self) -> None:
         self._heard_s = trio.current_time()
@@ -118,6 +141,14 @@ class Membership:
             offload=self._offload,
             journal=self._journal,
             stall_timeout_s=self._settings.stall_timeout_s,
+            local=self._local,
+        )
+        self._maker = AnchorMaker(
+            weights=weights,
+            relay=self.relay,
+            made=self._follower.keep_anchor,
+            offload=self._offload,
+            journal=self._journal,
         )
         self._parts = weights, keeper
         work = None
@@ -136,6 +167,7 @@ class Membership:
                 await nursery.start(self.relay.run)
                 self._obey(self._plan)
                 nursery.start_soon(self._guarded, self._follower.run)
+                nursery.start_soon(self._maker.run)
                 nursery.start_soon(self._guarded, self._beats, weights, keeper, work)
                 if work is not None:
                     nursery.start_soon(self._guarded, work.run)

@@ -1,83 +1,51 @@
-"""Follows the versions: asks for the path, lets the relay fetch it, applies, checks, hands over.
+"""Follows the versions: asks for the path, lets the relay fetch it, has it applied, keeps it.
 
-Two blocks of shared memory take turns: the next version is built in one while the engine may
-still read the other, so a version appears all at once or not at all. Nothing is applied that the
-run's key has not signed, nothing is handed to the engine whose digest is not the manifest's.
+Nothing is applied that the run's key has not signed, nothing is handed to the engine whose digest
+is not the manifest's (`peer.apply`). What turns out to be damaged, in a payload or in our own
+memory, is reported and fetched again from an anchor.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Final
 
 import trio
 
-from echo2p2p.errors import IntegrityError, LinkError, RefusedError
-from echo2p2p.ids import Digest, ManifestId, Version
-from echo2p2p.net.ports import Journal, Offload, SharedMemory, SharedState
+from echo2p2p.errors import IntegrityError, LinkError, RefusedError, StoreError
+from echo2p2p.ids import ManifestId, Version
+from echo2p2p.net.ports import Journal, Offload, SharedState
 from echo2p2p.net.relay import RelayNode
-from echo2p2p.weights.anchor import decode_anchor
-from echo2p2p.weights.assembly import Assembly
-from echo2p2p.weights.delta import apply_delta
-from echo2p2p.weights.kernels import COMPILED_FROM_BYTES, warm_up
-from echo2p2p.weights.layout import Layout
-from echo2p2p.weights.manifest import manifest_id
+from echo2p2p.weights.manifest import is_step, manifest_id
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record
+from peer.apply import Apply
 from peer.coordinator_client import BusyError, CoordinatorClient
 from peer.keeper import EngineKeeper, WeightState
+from peer.local import FIRST, LocalModel, ReadModel
+from peer.state import Weights
 
 VERSION_APPLIED: Final = "version.applied"
 VERSION_REFUSED: Final = "version.refused"
+MEMORY_CORRUPT: Final = "memory.corrupt"
+PAYLOAD_FILE_REFUSED: Final = "payload.file_refused"
 CHUNKS_OVER_HTTP: Final = "chunks.over_http"
 POLL_S: Final = 25.0
 """Long poll for manifests."""
 PAYLOADS_KEPT: Final = 8
 KEPT_SHARE: Final = 0.5
-"""Payloads kept for others after they were applied here, and their bytes as a share of the model;
-the newest is kept whatever its size."""
+"""Deltas kept for others after they were applied here, and their bytes as a share of the model; the
+newest is kept whatever its size, and so is one anchor beside them."""
 PAYLOADS_AHEAD: Final = 8
 AHEAD_SHARE: Final = 1.0
 """Offered payloads that are fetched before those before them are applied. A peer whose downlink is
 slower than the run lets the rest pass, and asks for a shorter path when it has come so far."""
-
-
-class Weights:
-    """The flat state of this peer; survives a change of incarnation."""
-
-    def __init__(self, layout: Layout, memory: SharedMemory) -> None:
-        self.layout = layout
-        self.version: Version | None = None
-        self.digest: Digest | None = None
-        size = max(1, layout.total_bytes)
-        self._blocks = deque(
-            [memory.allocate("weights-a", size), memory.allocate("weights-b", size)]
-        )
-
-    @property
-    def current(self) -> SharedState:
-        """Memory of `version`."""
-        return self._blocks[0]
-
-    @property
-    def spare(self) -> SharedState:
-        """Memory in which the next version is built."""
-        return self._blocks[1]
-
-    def switch(self, version: Version, digest: Digest) -> None:
-        """The spare memory holds a whole version now."""
-        self._blocks.rotate(1)
-        self.version, self.digest = version, digest
-
-    def forget(self) -> None:
-        """The current memory is not to be trusted."""
-        self.version = self.digest = None
-
-    def close(self) -> None:
-        """Release both blocks."""
-        for block in self._blocks:
-            block.close()
+IN_MEMORY_SHARE: Final = 0.005
+IN_MEMORY_BYTES: Final = 1 << 18
+"""Payloads up to this share of the model, or this length, are put together in memory, longer ones
+in files: so 16 of them take at most 8 % of a model of 50 MB and more."""
 
 
 class Follower:
@@ -94,6 +62,7 @@ class Follower:
         offload: Offload,
         journal: Journal,
         stall_timeout_s: float,
+        local: ReadModel | None = None,
     ) -> None:
         self._client = client
         self._relay = relay
@@ -103,8 +72,11 @@ class Follower:
         self._offload = offload
         self._journal = journal
         self._stall_timeout_s = stall_timeout_s
+        self._local = local and LocalModel(local, weights=weights, offload=offload, journal=journal)
         self._target: Version | None = weights.version
         self._kept: deque[tuple[ManifestId, int]] = deque()
+        self._anchor: ManifestId | None = None
+        self._asking = trio.CancelScope()
         self.applied = trio.lowlevel.ParkingLot()
         """Unparked after each version."""
 
@@ -121,10 +93,22 @@ class Follower:
 
     def _has_room(self, payload_bytes: int) -> bool:
         """Whether another payload may be fetched beside those that are not applied yet."""
-        kept = {identity for identity, _ in self._kept}
+        kept = {identity for identity, _ in self._kept} | {self._anchor}
         ahead = [h.payload_bytes for i, h in self._relay.headers().items() if i not in kept]
         room = AHEAD_SHARE * self._weights.layout.total_bytes
         return len(ahead) < PAYLOADS_AHEAD and sum(ahead) + payload_bytes <= room
+
+    def payload_memory(self, header: ManifestHeader) -> SharedState | None:
+        """Return where a payload is put together; ``None``: in memory of its own."""
+        share = IN_MEMORY_SHARE * self._weights.layout.total_bytes
+        if header.payload_bytes <= max(share, IN_MEMORY_BYTES):
+            return None
+        try:
+            return self._weights.scratch(header.payload_bytes)
+        except StoreError as error:
+            detail = f"{error} (version {header.version} is put together in memory)"
+            self._journal.event(PAYLOAD_FILE_REFUSED, detail=detail)
+            return None
 
     async def run(self) -> None:
         """Follow until cancelled.
@@ -132,49 +116,139 @@ class Follower:
         Raises:
             RefusedError: We are no member any more.
         """
+        self._offer_current()
+        async with trio.open_nursery() as nursery:
+            if self._keeper is not None:
+                nursery.start_soon(self._heed_doubts, self._keeper)
+            while True:
+                try:
+                    if self._local is not None and self._weights.version is None:
+                        await self._take_local(self._local)
+                        continue
+                    with trio.CancelScope() as self._asking:
+                        path = await self._client.manifests(self._weights.version, POLL_S)
+                    if not self._asking.cancelled_caught:
+                        await self._follow(path)
+                except BusyError as busy:
+                    await trio.sleep(busy.retry_after_s)
+                except LinkError:
+                    await trio.sleep(1.0)
+
+    def _offer_current(self) -> None:
+        """Let the engine have what we hold; an earlier incarnation may have ended before that."""
+        version, digest = self._weights.version, self._weights.digest
+        if self._keeper is not None and version is not None and digest is not None:
+            self._keeper.offer(WeightState(version, digest, self._weights.state))
+
+    async def _take_local(self, local: LocalModel) -> None:
+        """Begin with the volunteer's folder, if the run has a path from what it holds."""
+        found = await local.load()
+        if found is not None:
+            from_none = await self._client.manifests(None, POLL_S)
+            if not from_none:
+                return  # nothing is published yet
+            from_first = await self._client.manifests(FIRST, 0.0)
+            local.adopt(found, *(list(map(self._open, path)) for path in (from_first, from_none)))
+            self._target = self._weights.version
+            self._offer_current()
+        self._local = None
+
+    async def _heed_doubts(self, keeper: EngineKeeper) -> None:
+        """Look at our own memory whenever an engine has read other bits than it was offered."""
         while True:
-            try:
-                path = await self._client.manifests(self._weights.version, POLL_S)
-                await self._follow(path)
-            except BusyError as busy:
-                await trio.sleep(busy.retry_after_s)
-            except LinkError:
-                await trio.sleep(1.0)
+            doubted = await keeper.wait_doubted()
+            if doubted.version == self._weights.version and not await self._is_sound():
+                self._weights.forget()
+                self._target = None
+                self._asking.cancel()
+                await keeper.withdraw()
+                self._offer_current()  # if there is something better by now
+
+    async def _is_sound(self) -> bool:
+        """Compare our memory with what it should hold; say in the journal if it does not."""
+        weights = self._weights
+        async with weights.lock:
+            version, digest = weights.version, weights.digest
+            work = partial(state_digest, weights.layout, weights.view)
+            sound = version is None or await self._offload.run(work) == digest
+        if not sound:
+            detail = f"the weights of version {version} have changed in memory"
+            self._journal.event(MEMORY_CORRUPT, version=version, detail=detail)
+        return sound
 
     async def _follow(self, path: list[Signed]) -> None:
-        headers = [open_record(signed, self._run_public_key, ManifestHeader) for signed in path]
+        headers = list(map(self._open, path))
         if headers and (self._target is None or headers[-1].version > self._target):
             self._target = Version(headers[-1].version)
         for signed, header in zip(path, headers, strict=True):
-            self._relay.follow(signed, push=header.base_version is not None)
-        for signed, header in zip(path, headers, strict=True):
-            assembly = await self._fetch(signed)
-            if assembly is None:  # too old by now: ask for another path
-                self._target = self._weights.version
-                return
+            self._relay.follow(signed, push=is_step(header))
+        for number, (signed, header) in enumerate(zip(path, headers, strict=True)):
+            identity = manifest_id(signed)
             try:
-                await self._apply(header, assembly)
+                apply = await self._fetch(identity, header)
+                if apply is None:  # too old by now: ask for another path
+                    self._target = self._weights.version
+                    return
+                after, began = path[number + 1 :][:1], trio.current_time()
+                await apply.finish(offer=not any(map(self._is_whole, after)))
             except IntegrityError as error:
                 # Every chunk was verified, so this is the publisher's fault or our memory's:
                 # take the whole state afresh and blame nobody.
                 self._journal.event(VERSION_REFUSED, version=header.version, detail=str(error))
+                await self._is_sound()
                 self._weights.forget()
                 self._target = None
                 await trio.sleep(1.0)
                 return
-            self._keep(manifest_id(signed), header.payload_bytes)
+            self._note_applied(header, began)
+            self._keep(identity, header)
 
-    async def _fetch(self, signed: Signed) -> Assembly | None:
-        """Wait for the relay; what makes no progress for too long comes over HTTP.
+    def _open(self, signed: Signed) -> ManifestHeader:
+        return open_record(signed, self._run_public_key, ManifestHeader)
+
+    def _note_applied(self, header: ManifestHeader, began_s: float) -> None:
+        digest = self._weights.digest
+        self._journal.event(
+            VERSION_APPLIED,
+            version=header.version,
+            digest="" if digest is None else digest.hex()[:16],
+            anchor=header.base_version is None,
+            bytes=header.index_bytes + header.payload_bytes,
+            seconds=round(trio.current_time() - began_s, 4),
+        )
+        self.applied.unpark_all()
+
+    def _is_whole(self, signed: Signed) -> bool:
+        assembly = self._relay.assembly(manifest_id(signed))
+        return assembly is not None and assembly.complete
+
+    async def _fetch(self, identity: ManifestId, header: ManifestHeader) -> Apply | None:
+        """Wait for the relay, working on what comes; fetch over HTTP what makes no progress.
 
         Returns ``None`` if nobody has the payload any more.
+
+        Raises:
+            IntegrityError: See `Apply`.
         """
-        identity = manifest_id(signed)
-        while True:
+        assembly = self._relay.assembly(identity)
+        if assembly is None:
+            return None
+        apply = Apply(
+            header,
+            assembly,
+            weights=self._weights,
+            keeper=self._keeper,
+            offload=self._offload,
+        )
+        while not assembly.complete:
             before = self._held(identity)
             with trio.move_on_after(self._stall_timeout_s):
-                return await self._relay.wait_complete(identity)
-            if self._held(identity) == before:
+                while not assembly.complete and self._relay.assembly(identity) is assembly:
+                    if not await apply.advance():
+                        await self._relay.wait_grown(identity)
+            if self._relay.assembly(identity) is not assembly:
+                return None
+            if not assembly.complete and self._held(identity) == before:
                 try:
                     await self._fetch_over_http(identity)
                 except RefusedError as error:
@@ -182,6 +256,7 @@ class Follower:
                         raise
                     self._relay.forget(identity)
                     return None
+        return apply
 
     def _held(self, identity: ManifestId) -> int:
         assembly = self._relay.assembly(identity)
@@ -198,63 +273,25 @@ class Follower:
                 data = await self._client.chunk(identity, index)
                 self._relay.accept_chunk(identity, index, data, "coordinator")
 
-    async def _apply(self, header: ManifestHeader, assembly: Assembly) -> None:
-        """Build the version in the spare memory and hand it over.
+    def keep_anchor(self, identity: ManifestId) -> None:
+        """Keep an anchor for others, instead of the one before it."""
+        if self._anchor is not None and self._anchor != identity:
+            self._relay.forget(self._anchor)
+        self._anchor = identity
 
-        Raises:
-            IntegrityError: Wrong base or wrong result; nothing was handed over.
-        """
-        weights, began = self._weights, trio.current_time()
-        if header.layout_digest != weights.layout.digest:
-            raise IntegrityError("the manifest is for another model layout")
-        if header.base_version is not None and (
-            header.base_version != weights.version or header.base_digest != weights.digest
-        ):
-            raise IntegrityError(
-                f"delta from version {header.base_version}, we hold {weights.version}"
-            )
-        if self._keeper is not None:
-            await self._keeper.wait_unused(weights.spare)
-        spare, current, layout = weights.spare, weights.current, weights.layout
-        size = layout.total_bytes
-
-        def build() -> Digest:
-            if size >= COMPILED_FROM_BYTES:  # the first payload is an anchor, which needs no loop
-                warm_up()
-            target = spare.view[:size]
-            if header.base_version is None:
-                decode_anchor(layout, assembly.payload(), target)
-            else:
-                target[:] = current.view[:size]
-                apply_delta(layout, assembly.payload(), target)
-            return state_digest(layout, target)
-
-        digest = await self._offload.run(build)
-        if digest != header.result_digest:
-            raise IntegrityError(f"version {header.version} does not match its digest")
-        version = Version(header.version)
-        weights.switch(version, digest)
-        if self._keeper is not None:
-            self._keeper.offer(WeightState(version, digest, weights.current))
-        self._journal.event(
-            VERSION_APPLIED,
-            version=version,
-            digest=digest.hex()[:16],
-            anchor=header.base_version is None,
-            bytes=header.index_bytes + header.payload_bytes,
-            seconds=round(trio.current_time() - began, 4),
-        )
-        self.applied.unpark_all()
-
-    def _keep(self, identity: ManifestId, payload_bytes: int) -> None:
+    def _keep(self, identity: ManifestId, header: ManifestHeader) -> None:
         """Keep an applied payload for others, and forget what is of no use any more."""
-        self._kept.append((identity, payload_bytes))
+        self._relay.rest(identity)
+        if header.base_version is None:
+            self.keep_anchor(identity)
+        else:
+            self._kept.append((identity, header.payload_bytes))
         room = KEPT_SHARE * self._weights.layout.total_bytes
         while len(self._kept) > 1 and (
             len(self._kept) > PAYLOADS_KEPT or sum(size for _, size in self._kept) > room
         ):
             self._relay.forget(self._kept.popleft()[0])
-        kept = {each for each, _ in self._kept}
+        kept = {each for each, _ in self._kept} | {self._anchor}
         held = self._weights.version
         for each, header in self._relay.headers().items():
             if each not in kept and held is not None and header.version <= held:

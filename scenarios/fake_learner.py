@@ -61,6 +61,7 @@ class FakeLearner:
         save_s: For one checkpoint.
         changed_share: Part of the elements that a step changes.
         finds: Whether it lists what changed, as one on a GPU does.
+        ballast: Further elements, for a model that takes time.
         timeout_s: When a hanging call is given up.
         faults: What goes wrong.
         history: Told of each start, with its step, and of each step, with its samples.
@@ -76,6 +77,7 @@ class FakeLearner:
         save_s: float = 0.0,
         changed_share: float = 0.02,
         finds: bool = False,
+        ballast: int = 0,
         timeout_s: float = 3600.0,
         faults: LearnerFaults | None = None,
         history: Callable[[str, int, list[str]], None] = lambda _what, _step, _samples: None,
@@ -97,6 +99,7 @@ class FakeLearner:
                 ("model.layers.0.mlp.weight", "bf16", (384, 64), ()),
                 ("model.layers.1.mlp.weight", "bf16", (128, 64), ()),
                 ("model.norm.weight", "bf16", (64,), ()),
+                *([("model.ballast.weight", "bf16", (ballast,), ())] if ballast else []),
             ]
         )
         self._seed = 0

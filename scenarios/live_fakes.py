@@ -67,6 +67,7 @@ class Fakes:
     clock_ahead_s: float
     memory_bytes: int | None
     train_log: Path | None
+    ballast: int
 
 
 class NotedLearner(FakeLearner):
@@ -76,7 +77,9 @@ class NotedLearner(FakeLearner):
     """
 
     def __init__(self, file: Path, checkpoints: MutableMapping[str, bytes], fakes: Fakes) -> None:
-        super().__init__(checkpoints, start_s=fakes.start_s, step_s=fakes.step_s)
+        super().__init__(
+            checkpoints, start_s=fakes.start_s, step_s=fakes.step_s, ballast=fakes.ballast
+        )
         self._file = file
 
     async def start(self, setup: LearnerSetup, progress: Progress) -> LearnerReady:
@@ -170,7 +173,9 @@ def coordinator_machine(
 def _learner(fakes: Fakes) -> FakeLearner:
     if fakes.train_log is not None:
         return NotedLearner(fakes.train_log, CheckpointFiles(), fakes)
-    return FakeLearner(CheckpointFiles(), start_s=fakes.start_s, step_s=fakes.step_s)
+    return FakeLearner(
+        CheckpointFiles(), start_s=fakes.start_s, step_s=fakes.step_s, ballast=fakes.ballast
+    )
 
 
 def peer_machine(
@@ -216,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         ("--fake-clock-ahead-s", float, 0.0, "the clock of this machine is wrong by this"),
         ("--fake-memory-bytes", int, None, "this peer has so much free memory"),
         ("--fake-train-log", Path, None, "the learner writes down what it consumes"),
+        ("--fake-ballast", int, 0, "the learner's model has so many more weights"),
     ):
         parser.add_argument(option, type=kind, default=default, help=text)
     known, words = parser.parse_known_args(argv)
@@ -227,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         known.fake_clock_ahead_s,
         known.fake_memory_bytes,
         known.fake_train_log,
+        known.fake_ballast,
     )
     if known.command == "run":
         return _run(rest, fakes, flags)

@@ -25,7 +25,7 @@ class MappedState:
         self._file = file
         self._map = _create(file, size)
         self._view = memoryview(self._map)
-        self._open = True
+        self._open = self._named = True
 
     @property
     def path(self) -> str:
@@ -37,6 +37,17 @@ class MappedState:
         """All of it, writable."""
         return self._view
 
+    def unlink(self) -> None:
+        """Take the file's name away; whoever maps it keeps it."""
+        if self._named:
+            self._named = False
+            self._file.unlink(missing_ok=True)
+
+    def rest(self) -> None:
+        """Unmap its pages; the file keeps them, and the next look maps them again."""
+        if self._open and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # of a shared mapping: nothing is lost
+
     def close(self) -> None:
         """Remove the file and unmap; idempotent.
 
@@ -45,7 +56,7 @@ class MappedState:
         if not self._open:
             return
         self._open = False
-        self._file.unlink(missing_ok=True)
+        self.unlink()
         with contextlib.suppress(BufferError):  # see above
             self._view.release()
             self._map.close()
@@ -67,6 +78,19 @@ class FileMemory:
         """
         if name in {"", ".", ".."} or "/" in name or size <= 0:
             raise LocalProtocolError(f"no block of {size} bytes can be called {name!r}")
+        return self._mapped(name, size)
+
+    def scratch(self, size: int) -> MappedState:
+        """Return a zeroed block whose file has no name, and is gone with the last who looks.
+
+        Raises:
+            StoreError: No room, or the folder cannot be written.
+        """
+        state = self._mapped(".scratch", size)
+        state.unlink()
+        return state
+
+    def _mapped(self, name: str, size: int) -> MappedState:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             return MappedState(self._folder / name, size)

@@ -304,6 +304,10 @@ class SharedState(Protocol):
         """All of it, writable. Released by `close`."""
         ...
 
+    def rest(self) -> None:
+        """Say that it will not be looked at soon: its pages need not stay in memory."""
+        ...
+
     def close(self) -> None:
         """Unmap and remove. Idempotent."""
         ...
@@ -314,6 +318,16 @@ class SharedMemory(Protocol):
 
     def allocate(self, name: str, size: int) -> SharedState:
         """Return a zeroed block of ``size`` bytes; an old one of this name is replaced.
+
+        Raises:
+            StoreError: No room.
+        """
+        ...
+
+    def scratch(self, size: int) -> SharedState:
+        """Return a zeroed block that no other process can map, and that none inherits.
+
+        On disk where the others are, so that the system can drop its pages for want of memory.
 
         Raises:
             StoreError: No room.

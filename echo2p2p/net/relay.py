@@ -17,13 +17,11 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from typing import Final
 
 import trio
 
 from echo2p2p.broadcast.effects import Effect, SendReject
-from echo2p2p.broadcast.settings import SwarmSettings
 from echo2p2p.broadcast.swarm import Swarm
 from echo2p2p.errors import (
     IntegrityError,
@@ -32,13 +30,20 @@ from echo2p2p.errors import (
     Violation,
 )
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
-from echo2p2p.limits import UNVERIFIED_CHUNKS_MAX, Fill
-from echo2p2p.net.connections import Connections, ConnectionSettings
+from echo2p2p.limits import Fill
+from echo2p2p.net.connections import Connections
+from echo2p2p.net.payloads import (
+    Passed,
+    Payload,
+    RelaySettings,
+    RelayStatistics,
+    open_manifest,
+    payload_fills,
+)
 from echo2p2p.net.perform import perform_effect
-from echo2p2p.net.ports import Endpoint, Entropy, Journal, Streams
-from echo2p2p.net.relay_statistics import RelayStatistics
+from echo2p2p.net.ports import Endpoint, Entropy, Journal, SharedState, Streams
 from echo2p2p.weights.assembly import Added, Assembly, Early
-from echo2p2p.weights.manifest import check_header
+from echo2p2p.weights.manifest import check_header, is_step
 from echo2p2p.wire.arrays import to_tokens
 from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.handshake import Self
@@ -55,29 +60,11 @@ from echo2p2p.wire.messages import (
     Signed,
     Want,
 )
-from echo2p2p.wire.signing import open_record
 
 CHUNK_REJECTED: Final = "chunk.rejected"
 MANIFEST_REFUSED: Final = "manifest.refused"
 PAYLOAD_FOLLOWED: Final = "payload.followed"
 PAYLOAD_COMPLETED: Final = "payload.completed"
-
-
-@dataclass(frozen=True, slots=True)
-class RelaySettings:
-    """Tuning and bounds of one node."""
-
-    swarm: SwarmSettings = field(default_factory=SwarmSettings)
-    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
-
-
-@dataclass(eq=False, slots=True)
-class _Payload:
-    signed: Signed
-    header: ManifestHeader
-    assembly: Assembly
-    ended: trio.Event = field(default_factory=trio.Event)
-    """Complete, or forgotten."""
 
 
 class RelayNode:
@@ -93,6 +80,9 @@ class RelayNode:
         endpoint: Where to listen; ``None``: only dial, and `accept` what the caller listens for.
         dialable: Whether others can dial us; by default if there is an ``endpoint``.
         wants: Whether to follow a verified manifest that a peer offers; synchronous.
+        asked: Told, now and again, of an anchor that was offered, that we do not hold, and that a
+            peer wants of us; synchronous.
+        payload_memory: Makes the memory of a payload to be followed; ``None``: it is our own.
         journal: Where events go.
         entropy: For nonces.
         rng: For choices among equals, and jitter.
@@ -111,6 +101,8 @@ class RelayNode:
         endpoint: Endpoint | None,
         dialable: bool | None = None,
         wants: Callable[[ManifestHeader], bool],
+        asked: Callable[[Signed, ManifestHeader], None] = lambda _signed, _header: None,
+        payload_memory: Callable[[ManifestHeader], SharedState | None] = lambda _header: None,
         journal: Journal,
         entropy: Entropy,
         rng: random.Random,
@@ -123,6 +115,8 @@ class RelayNode:
         self._endpoint = endpoint
         self._dialable = endpoint is not None if dialable is None else dialable
         self._wants = wants
+        self._asked = asked
+        self._payload_memory = payload_memory
         self._journal = journal
         self._swarm = Swarm(is_source=me == SOURCE, rng=rng, settings=settings.swarm)
         self._connections = Connections(
@@ -134,7 +128,8 @@ class RelayNode:
             journal=journal,
             settings=settings.connections,
         )
-        self._payloads: dict[ManifestId, _Payload] = {}
+        self._payloads: dict[ManifestId, Payload] = {}
+        self._passed = Passed()
         self._timer = trio.Event()
         self._timer_s = math.inf
         self._sent_bytes = self._sent_delta_bytes = self._received_bytes = 0
@@ -190,7 +185,9 @@ class RelayNode:
 
     # --- payloads -----------------------------------------------------------------------------
 
-    def publish(self, signed: Signed, assembly: Assembly, *, push: bool) -> ManifestId:
+    def publish(
+        self, signed: Signed, assembly: Assembly, *, push: bool, memory: SharedState | None = None
+    ) -> ManifestId:
         """Offer a payload of which we hold every chunk.
 
         Args:
@@ -198,12 +195,14 @@ class RelayNode:
             assembly: Complete; shared, not copied.
             push: Whether the source deals it (deltas from the version before) or it is pulled only
                 (anchors, merged deltas).
+            memory: Where it lies, ours from here on.
         """
         assert assembly.complete
         manifest_id = manifest_id_of(signed.body)
         known = self._payloads.get(manifest_id)
         if known is None:
-            self._add(_Payload(signed, assembly.header, assembly), push=push)
+            self._add(Payload(signed, assembly.header, assembly, memory), push=push)
+            self.rest(manifest_id)
         elif not known.assembly.complete:
             known.assembly = assembly
             now = trio.current_time()
@@ -219,8 +218,11 @@ class RelayNode:
         """
         manifest_id = manifest_id_of(signed.body)
         if manifest_id not in self._payloads:
-            header = self._open(signed)
-            self._add(_Payload(signed, header, Assembly(header)), push=push)
+            header = open_manifest(signed, self._self)
+            check_header(header)
+            memory = self._payload_memory(header)
+            assembly = Assembly(header, None if memory is None else memory.view)
+            self._add(Payload(signed, header, assembly, memory), push=push)
             self._journal.event(
                 PAYLOAD_FOLLOWED,
                 manifest_id=manifest_id.hex(),
@@ -242,11 +244,26 @@ class RelayNode:
                 return payload.assembly
         raise LocalProtocolError(f"payload {manifest_id.hex()} is not followed")
 
+    async def wait_grown(self, manifest_id: ManifestId) -> None:
+        """Wait until another chunk of a payload is verified, or it is complete or forgotten.
+
+        Waits without limit.
+        """
+        payload = self._payloads.get(manifest_id)
+        if payload is not None and not payload.ended.is_set():
+            await payload.grown.park()
+
+    def rest(self, manifest_id: ManifestId) -> None:
+        """Keep a payload for others only, where it takes no memory. No error if it is unknown."""
+        payload = self._payloads.get(manifest_id)
+        if payload is not None:
+            payload.rest()
+
     def forget(self, manifest_id: ManifestId) -> None:
         """Neither serve nor fetch a payload any longer. No error if it is unknown."""
         payload = self._payloads.pop(manifest_id, None)
         if payload is not None:
-            payload.ended.set()
+            payload.close()
             self._perform(self._swarm.drop_transfer(manifest_id, trio.current_time()))
 
     def holds(self) -> list[ManifestId]:
@@ -299,33 +316,16 @@ class RelayNode:
 
     def fills(self) -> Iterator[Fill]:
         """Yield how full everything is that has a bound; of many alike, the fullest."""
-        swarm = self._tuning.swarm
         yield from self._connections.fills()
-        yield Fill(
-            "chunks that wait for a link",
-            self._swarm.statistics().longest_queue,
-            swarm.queue_chunks_max + swarm.send_window_chunks,
-        )
-        unverified = (payload.assembly.unverified for payload in self._payloads.values())
-        yield Fill(
-            "chunks of a payload that wait for chunk 0",
-            max(unverified, default=0),
-            UNVERIFIED_CHUNKS_MAX,
-        )
+        longest = self._swarm.statistics().longest_queue
+        yield from payload_fills(self._payloads.values(), longest, self._tuning.swarm)
 
-    def _open(self, signed: Signed) -> ManifestHeader:
-        header = open_record(signed, self._self.run_public_key, ManifestHeader)
-        if header.run_id != self._self.run_id:
-            raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
-        check_header(header)
-        return header
-
-    def _add(self, payload: _Payload, *, push: bool) -> None:
+    def _add(self, payload: Payload, *, push: bool) -> None:
         manifest_id = manifest_id_of(payload.signed.body)
         self._payloads[manifest_id] = payload
         assembly = payload.assembly
         if assembly.complete:
-            payload.ended.set()
+            payload.end()
         effects = self._swarm.add_transfer(
             manifest_id,
             count=assembly.count,
@@ -339,7 +339,7 @@ class RelayNode:
     def _store(
         self,
         manifest_id: ManifestId,
-        payload: _Payload,
+        payload: Payload,
         index: int,
         data: bytes | memoryview,
         source: str,
@@ -358,6 +358,7 @@ class RelayNode:
         match outcome:
             case Added(indices=indices, bad_sources=liars):
                 self._perform(self._swarm.chunks_stored(manifest_id, indices, now))
+                payload.grown.unpark_all()
                 for liar in liars:
                     self._blame(liar, manifest_id, "a chunk that waited for the index")
                 if payload.assembly.complete:
@@ -365,8 +366,8 @@ class RelayNode:
             case Early(kept=False):
                 self._perform(self._swarm.chunk_lost(manifest_id, index, now))
 
-    def _completed(self, manifest_id: ManifestId, payload: _Payload) -> None:
-        payload.ended.set()
+    def _completed(self, manifest_id: ManifestId, payload: Payload) -> None:
+        payload.end()
         self._journal.event(
             PAYLOAD_COMPLETED, manifest_id=manifest_id.hex(), version=payload.header.version
         )
@@ -406,6 +407,9 @@ class RelayNode:
                 self._receive_offer(peer_id, signed)
             case Want(manifest_id=key):
                 self._perform(swarm.receive_want(peer_id, ManifestId(key), now))
+                passed = self._passed.get(ManifestId(key))
+                if passed is not None and peer_id != SOURCE and self.relaying:
+                    self._asked(*passed)  # the source only wants to be told who has it
             case Have(manifest_id=key, indices=indices):
                 held = to_tokens(indices).tolist()
                 self._perform(swarm.receive_have(peer_id, ManifestId(key), held, now))
@@ -423,9 +427,7 @@ class RelayNode:
     def _receive_offer(self, peer_id: PeerId, signed: Signed) -> None:
         manifest_id = manifest_id_of(signed.body)
         if manifest_id not in self._payloads:
-            header = open_record(signed, self._self.run_public_key, ManifestHeader)
-            if header.run_id != self._self.run_id:
-                raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
+            header = open_manifest(signed, self._self)
             try:
                 check_header(header)
             except RemoteProtocolError as error:  # signed, so not the fault of who passed it on
@@ -435,7 +437,9 @@ class RelayNode:
         if manifest_id in self._payloads or self._self.peer_id == SOURCE:
             return  # the source knows what it has published, whatever a peer kept from long ago
         if self._wants(header):
-            self.follow(signed, push=header.base_version is not None)
+            self.follow(signed, push=is_step(header))
+        elif header.base_version is None:
+            self._passed.add(manifest_id, signed, header)
 
     def receive_chunk(self, peer_id: PeerId, chunk: ChunkPayload) -> None:
         """Verify one chunk of a live link and feed it to the core.
@@ -467,7 +471,7 @@ class RelayNode:
         """Count a chunk that left (``size`` bytes), or was skipped."""
         self._sent_bytes += size or 0
         payload = self._payloads.get(manifest_id)
-        if payload is not None and payload.header.base_version == payload.header.version - 1:
+        if payload is not None and is_step(payload.header):
             self._sent_delta_bytes += size or 0
         now = trio.current_time()
         sent = size is not None

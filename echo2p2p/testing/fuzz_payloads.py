@@ -29,7 +29,7 @@ from echo2p2p.weights.anchor import decode_anchor, encode_anchor
 from echo2p2p.weights.assembly import Assembly
 from echo2p2p.weights.blocks import BLOCK_ELEMENTS_MAX, Block, Content, pack_blocks, read_blocks
 from echo2p2p.weights.chunks import split
-from echo2p2p.weights.delta import apply_delta, encode_delta
+from echo2p2p.weights.delta import DeltaApply, apply_delta, encode_delta
 from echo2p2p.weights.forms import Form
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.manifest import build_header
@@ -106,9 +106,22 @@ def _apply(layout: Layout, payload: bytes, base: bytes, content: Content) -> boo
     target = memoryview(memory)[len(GUARD) : len(GUARD) + len(base)]
     work = apply_delta if content is Content.DELTA else decode_anchor
     refused = _refused(lambda: work(layout, payload, target, source="mallory"))
+    result = None if refused else bytes(target)
     target.release()
     assert memory[: len(GUARD)] == GUARD == memory[len(memory) - len(GUARD) :]
+    if content is Content.DELTA:
+        assert _worked_out(layout, payload, base) == result, "it matters how it is applied"
     return not refused
+
+
+def _worked_out(layout: Layout, payload: bytes, base: bytes) -> bytes | None:
+    """Return what comes of it if blocks are worked out as they arrive; ``None``: refused."""
+    target = bytearray(base)
+    work = DeltaApply(layout, payload, target, changes_bytes_max=8 * len(base), source="mallory")
+    ready = (len(payload) // 3, len(payload))
+    refused = any(_refused(partial(work.advance, each)) for each in ready)
+    assert target == base, "written before all was there"
+    return None if refused or _refused(work.write) else bytes(target)
 
 
 def _damage(rng: random.Random, honest: bytes) -> bytes:

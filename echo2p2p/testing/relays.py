@@ -12,8 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, digest_of, peer_id_of
 from echo2p2p.limits import PROTOCOL
-from echo2p2p.net.ports import Endpoint, Streams
-from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.payloads import RelaySettings
+from echo2p2p.net.ports import Endpoint, SharedState, Streams
+from echo2p2p.net.relay import RelayNode
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import SimEntropy
 from echo2p2p.weights.assembly import Assembly
@@ -156,6 +157,8 @@ class RelayNet:
         *,
         incarnation: int = 1,
         wants: Callable[[ManifestHeader], bool] = lambda _header: True,
+        asked: Callable[[Signed, ManifestHeader], None] = lambda _signed, _header: None,
+        payload_memory: Callable[[ManifestHeader], SharedState | None] = lambda _header: None,
         streams: Streams | None = None,
         kind: type[RelayNode] = RelayNode,
     ) -> Member:
@@ -173,6 +176,8 @@ class RelayNet:
             streams=streams or self._streams(name),
             endpoint=self._listen(name),
             wants=wants,
+            asked=asked,
+            payload_memory=payload_memory,
             journal=journal,
             entropy=entropy,
             rng=entropy.rng("relay"),

@@ -84,6 +84,9 @@ class MemoryState:
             raise LocalProtocolError("shared state used after it was closed")
         return self._view
 
+    def rest(self) -> None:
+        """Do nothing: there is no file behind it."""
+
     def close(self) -> None:
         """Give the memory back, unless an array still looks at it; then with that array."""
         view, self._view = self._view, None
@@ -110,9 +113,23 @@ class SimSharedMemory:
         old = self._states.pop(name, None)
         if old is not None:
             old[0].close()
-        used = sum(taken for _, taken in self._states.values())
-        if self._bytes_max is not None and used + size > self._bytes_max:
-            raise StoreError(f"no room for {size} bytes of shared memory ({used} in use)")
+        self._check_room(size)
         state = MemoryState(size)
         self._states[name] = (state, size)
         return state
+
+    def scratch(self, size: int) -> MemoryState:
+        """Return a zeroed block; it counts only while it is asked for.
+
+        Raises:
+            StoreError: It would take more than the allowance.
+        """
+        if size <= 0:
+            raise LocalProtocolError(f"no block of {size} bytes")
+        self._check_room(size)
+        return MemoryState(size)
+
+    def _check_room(self, size: int) -> None:
+        used = sum(taken for _, taken in self._states.values())
+        if self._bytes_max is not None and used + size > self._bytes_max:
+            raise StoreError(f"no room for {size} bytes of shared memory ({used} in use)")

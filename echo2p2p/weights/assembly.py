@@ -69,14 +69,20 @@ class _Waiting:
 class Assembly:
     """The chunks of one manifest. Needs the payload, the index and 64 chunks of memory at most."""
 
-    def __init__(self, header: ManifestHeader) -> None:
+    def __init__(self, header: ManifestHeader, memory: memoryview | None = None) -> None:
         """Start with nothing.
+
+        Args:
+            header: Of the manifest.
+            memory: Where the payload is put together, at least as long; default: our own.
 
         Raises:
             RemoteProtocolError: The header makes no sense, see `check_header`.
         """
         self._prepare(header)
-        self._payload = memoryview(bytearray(header.payload_bytes))
+        if memory is None:
+            memory = memoryview(bytearray(header.payload_bytes))
+        self._payload = memory[: header.payload_bytes]
 
     def _prepare(self, header: ManifestHeader) -> None:
         check_header(header)

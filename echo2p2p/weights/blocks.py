@@ -76,12 +76,19 @@ def anchor_ranges(layout: Layout) -> Iterator[tuple[int, int, int]]:
             yield index, first, min(ANCHOR_BLOCK_ELEMENTS, sequence.elements - first)
 
 
+def packed_parts(content: Content, blocks: Iterable[Block]) -> Iterator[bytes | memoryview]:
+    """Yield the payload of ``blocks``, which must be in ascending order, part by part."""
+    yield _PREAMBLE.pack(_MAGIC, content.value, FORMAT)
+    for block in blocks:
+        yield _HEAD.pack(block.sequence, block.first, block.count, block.form, len(block.body))
+        yield block.body
+
+
 def pack_blocks(content: Content, blocks: Iterable[Block]) -> bytes:
     """Return the payload of ``blocks``, which must be in ascending order."""
-    payload = bytearray(_PREAMBLE.pack(_MAGIC, content.value, FORMAT))
-    for block in blocks:
-        payload += _HEAD.pack(block.sequence, block.first, block.count, block.form, len(block.body))
-        payload += block.body
+    payload = bytearray()
+    for part in packed_parts(content, blocks):
+        payload += part
     return bytes(payload)
 
 

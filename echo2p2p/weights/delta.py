@@ -5,18 +5,24 @@ receive every move over a slow link. The idea: both sides hold the base, so only
 travel, block by block, each in whichever form of `echo2p2p.weights.forms` is shortest; what does
 not change is left out. Nothing is lost or rounded: the result is compared by digest.
 
-An apply works in place and is not undone on failure; the caller checks the base's digest before
-and the result's after, and rebuilds from anchor and chain if either disagrees.
+An apply works out the changes first and then writes them in place; a write is not undone. The
+caller checks the base's digest before and the result's after, and rebuilds from anchor and chain if
+either disagrees.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from numpy.typing import NDArray
+
 from echo2p2p.weights import kernels
-from echo2p2p.weights.blocks import Block, BlockReader, Content, pack_blocks, read_blocks
+from echo2p2p.weights.blocks import Block, BlockReader, Content, pack_blocks
+from echo2p2p.weights.changes import Changes
 from echo2p2p.weights.cuts import Finder, Piece, mapped, pieces, shortest, windows
-from echo2p2p.weights.forms import decode_block
+from echo2p2p.weights.forms import decode_block, find_changes
 from echo2p2p.weights.kernels import Found
-from echo2p2p.weights.layout import DTYPES, Layout, Sequence, flat_bytes, segments_of
+from echo2p2p.weights.layout import DTYPES, Dtype, Layout, Sequence, flat_bytes, segments_of
 from echo2p2p.weights.policy import SMALLEST, FormPolicy
 
 Bytes = bytes | bytearray | memoryview
@@ -82,23 +88,23 @@ def apply_delta(
             head was wrong, ``target`` is untouched; otherwise it must be built anew.
         LocalProtocolError: ``target`` is read-only or of another length than the layout's.
     """
-    work = DeltaApply(layout, payload, target, source=source, threads=threads)
-    for _ in read_blocks(layout, payload, Content.DELTA, source=source):
-        pass
-    work.advance(len(memoryview(payload).cast("B")))
+    DeltaApply(layout, payload, target, source=source, threads=threads).write()
 
 
 class DeltaApply:
-    """An apply that goes along with the arrival of the payload.
+    """An apply that goes along with the arrival of the payload, and writes when all is there.
 
-    The payload's memory is there from the start and fills from the front, as an `Assembly`'s does;
-    each block is applied as soon as it is whole. The result is proved by its digest only, so a
-    payload whose end never comes leaves a target that must be built anew, as a wrong one does.
+    The payload's memory is there from the start and fills from the front, as an `Assembly`'s does.
+    `advance` works out what each whole block changes and leaves the target alone, so that the
+    target is a whole version until `write`, and still is one if the payload's end never comes.
+    What is worked out takes memory (`Changes`); blocks beyond the allowance, and those that say
+    something of every element, are decoded by `write` itself.
 
     Args:
         layout: Of the target.
         payload: All of its memory, however little of it has arrived.
-        target: As for `apply_delta`.
+        target: As for `apply_delta`; must not change between the first `advance` and `write`.
+        changes_bytes_max: For what is worked out ahead.
         source: To blame.
         threads: How many to work in.
 
@@ -112,30 +118,65 @@ class DeltaApply:
         payload: Bytes,
         target: memoryview | bytearray,
         *,
+        changes_bytes_max: int = 0,
         source: str = "local",
         threads: int = 1,
     ) -> None:
         self._layout = layout
         self._flat = flat_bytes(layout, target, writable=True)
+        self._payload_bytes = len(memoryview(payload).cast("B"))
         self._reader = BlockReader(layout, payload, Content.DELTA, source=source)
+        self._changes_bytes_max = changes_bytes_max
+        self._full = changes_bytes_max == 0
         self._source = source
         self._threads = threads
-
-    @property
-    def complete(self) -> bool:
-        """Whether every block was applied."""
-        return self._reader.complete
+        self._blocks: list[tuple[Block, Changes | None]] = []
+        self.changes_bytes = 0
+        """Memory of what is worked out."""
 
     def advance(self, ready_bytes: int) -> int:
-        """Apply the further blocks in the payload's first ``ready_bytes``; return how many.
+        """Work out the further blocks in the payload's first ``ready_bytes``; return how many.
 
         Raises:
-            IntegrityError: As `apply_delta`; the target must be built anew.
+            IntegrityError: As `apply_delta`; the target is untouched.
         """
-        return sum(1 for _ in mapped(self._decode, self._reader.read(ready_bytes), self._threads))
+        before = len(self._blocks)
+        for block, changes in mapped(self._work_out, self._reader.read(ready_bytes), self._threads):
+            if changes is not None and self.changes_bytes + changes.bytes > self._changes_bytes_max:
+                self._full = True
+            kept = None if self._full else changes
+            self.changes_bytes += 0 if kept is None else kept.bytes
+            self._blocks.append((block, kept))
+        return len(self._blocks) - before
 
-    def _decode(self, block: Block) -> None:
+    def write(self) -> None:
+        """Change the target; the payload is all there.
+
+        Raises:
+            IntegrityError: As `apply_delta`.
+        """
+        self.advance(self._payload_bytes)
+        for _ in mapped(self._write, self._blocks, self._threads):
+            pass
+
+    def _segments(self, block: Block) -> list[NDArray[Any]]:
         sequence = self._layout.sequences[block.sequence]
-        segments = segments_of(self._flat, sequence, block.first, block.count)
-        body, dtype = memoryview(block.body), DTYPES[sequence.dtype]
-        decode_block(block.form, dtype, body, segments, source=self._source)
+        return segments_of(self._flat, sequence, block.first, block.count)
+
+    def _dtype(self, block: Block) -> Dtype:
+        return DTYPES[self._layout.sequences[block.sequence].dtype]
+
+    def _work_out(self, block: Block) -> tuple[Block, Changes | None]:
+        if self._full:
+            return block, None
+        body, old = memoryview(block.body), self._segments(block)
+        changes = find_changes(block.form, self._dtype(block), body, old, source=self._source)
+        return block, changes
+
+    def _write(self, item: tuple[Block, Changes | None]) -> None:
+        block, changes = item
+        if changes is not None:
+            changes.move(self._dtype(block), self._segments(block))
+            return
+        body, target = memoryview(block.body), self._segments(block)
+        decode_block(block.form, self._dtype(block), body, target, source=self._source)

@@ -14,9 +14,10 @@ from typing import Final
 import numpy as np
 
 from echo2p2p.weights import kernels
+from echo2p2p.weights.changes import Changes
 from echo2p2p.weights.layout import Dtype
 from echo2p2p.weights.streams import StreamReader, StreamWriter
-from echo2p2p.weights.stretch import Segments, Stretch, walk
+from echo2p2p.weights.stretch import Segments, Stretch
 
 GAP_WIDE_BELOW: Final = 1 / 400
 """Density under which gaps take two bytes."""
@@ -35,9 +36,8 @@ def put_fast(out: StreamWriter, stretch: Stretch) -> None:
     out.planes(stretch.found.zigzag - stretch.dtype.bits.type(1))
 
 
-def take_fast(body: StreamReader, dtype: Dtype, target: Segments) -> None:
-    """Change ``target`` in place."""
-    count = sum(segment.size for segment in target)
+def read_fast(body: StreamReader, dtype: Dtype, count: int) -> Changes:
+    """Return what a block of ``count`` elements changes; the old ones are not needed."""
     changed = body.number(count)
     width = body.number(_GAP_BYTES_MAX)
     if not changed or not width:
@@ -47,6 +47,9 @@ def take_fast(body: StreamReader, dtype: Dtype, target: Segments) -> None:
     where = kernels.take_gaps(coded, skip, changed, count) if coded.size else None
     if where is None:
         raise body.corrupt("gaps that do not fit the block")
-    values = body.planes(changed, dtype.bits) + dtype.bits.type(1)
-    for number, origin, part in walk(target, where):
-        kernels.move(dtype, target[number], where[part], origin, values[part])
+    return Changes(where, body.planes(changed, dtype.bits) + dtype.bits.type(1))
+
+
+def take_fast(body: StreamReader, dtype: Dtype, target: Segments) -> None:
+    """Change ``target`` in place."""
+    read_fast(body, dtype, sum(segment.size for segment in target)).move(dtype, target)

@@ -16,12 +16,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from echo2p2p.weights.changes import Changes
 from echo2p2p.weights.dense import put_dense, take_dense
-from echo2p2p.weights.fast import put_fast, take_fast
+from echo2p2p.weights.fast import put_fast, read_fast, take_fast
 from echo2p2p.weights.layout import Dtype
 from echo2p2p.weights.streams import StreamReader, StreamWriter
 from echo2p2p.weights.stretch import Segments, Stretch
-from echo2p2p.weights.tight import put_tight, take_tight
+from echo2p2p.weights.tight import find_tight, put_tight, take_tight
 
 
 class Form(enum.IntEnum):
@@ -98,6 +99,29 @@ def decode_block(
                 segment[:] = new[at : at + segment.size]
                 at += segment.size
     reader.end()
+
+
+def find_changes(
+    form: Form, dtype: Dtype, body: memoryview, old: Segments, *, source: str
+) -> Changes | None:
+    """Return what a block changes; ``old`` is read only.
+
+    ``None`` for forms that say something of every element: `decode_block` needs no more memory for
+    them than a list would. Nothing of their bodies is looked at.
+
+    Raises:
+        IntegrityError: The body is not a block of this form and size.
+    """
+    reader = StreamReader(body, source=source)
+    match form:
+        case Form.TIGHT:
+            changes = find_tight(reader, dtype, old)
+        case Form.FAST:
+            changes = read_fast(reader, dtype, sum(segment.size for segment in old))
+        case Form.DENSE | Form.PLANES | Form.RAW:
+            return None
+    reader.end()
+    return changes
 
 
 def _rotated_left(dtype: Dtype, bits: NDArray[Any]) -> NDArray[Any]:

@@ -116,6 +116,11 @@ def check_header(header: ManifestHeader) -> None:
     _check_sizes(header)
 
 
+def is_step(header: ManifestHeader) -> bool:
+    """Return whether it leads from the version before: all peers need that, as soon as can be."""
+    return header.base_version is not None and header.base_version + 1 == header.version
+
+
 def chunk_count(header: ManifestHeader) -> int:
     """Return the number of chunks of a checked header, chunk 0 included."""
     return 1 + header.index_bytes // DIGEST_BYTES

@@ -11,11 +11,14 @@ group; for each group the packed gaps (u32), then the packed differences, class 
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from echo2p2p.weights import kernels
+from echo2p2p.weights.changes import Changes, joined, pieces_of
 from echo2p2p.weights.kernels import Ranks
 from echo2p2p.weights.layout import Dtype
 from echo2p2p.weights.ordered import CLASSES
@@ -53,23 +56,53 @@ def put_tight(out: StreamWriter, stretch: Stretch) -> None:
         out.packed(values[part])
 
 
+@dataclass(frozen=True)
+class _Streams:
+    """A body's content, before it is known where in the block its changes are."""
+
+    ranks: Ranks
+    gaps: NDArray[np.uint32]
+    values: NDArray[Any]
+
+    @classmethod
+    def read(cls, body: StreamReader, dtype: Dtype, count: int) -> _Streams:
+        """Read the body of a block of ``count`` elements."""
+        low = take_low(body)
+        changes = np.array([body.number(count) for _ in range(CLASSES)], dtype=np.int64)
+        total = int(changes.sum())
+        if not 0 < total <= min(count, CHANGES_MAX):
+            raise body.corrupt(f"{total} changes of {count} elements")
+        groups = take_groups(body)
+        gaps = np.empty(total, dtype=np.uint32)
+        values = np.empty(total, dtype=value_dtype(dtype))
+        for part in group_slices(groups, changes):
+            body.packed(gaps[part])
+            body.packed(values[part])
+        values = values.astype(dtype.bits, copy=False)
+        return cls(kernels.first_ranks(low, changes, gaps), gaps, values)
+
+    def check_end(self, body: StreamReader) -> None:
+        """Check that every change found its place."""
+        if not np.array_equal(self.ranks.at, self.ranks.end):
+            raise body.corrupt("gaps that lead beyond the block")
+
+
 def take_tight(body: StreamReader, dtype: Dtype, target: Segments) -> None:
     """Change ``target`` in place."""
-    count = sum(segment.size for segment in target)
-    low = take_low(body)
-    changes = np.array([body.number(count) for _ in range(CLASSES)], dtype=np.int64)
-    total = int(changes.sum())
-    if not 0 < total <= min(count, CHANGES_MAX):
-        raise body.corrupt(f"{total} changes of {count} elements")
-    groups = take_groups(body)
-    gaps = np.empty(total, dtype=np.uint32)
-    values = np.empty(total, dtype=value_dtype(dtype))
-    for part in group_slices(groups, changes):
-        body.packed(gaps[part])
-        body.packed(values[part])
-    values = values.astype(dtype.bits, copy=False)
-    ranks = kernels.first_ranks(low, changes, gaps)
+    streams = _Streams.read(body, dtype, sum(segment.size for segment in target))
     for segment in target:
-        kernels.take_ranks(dtype, segment, ranks, gaps, values)
-    if not np.array_equal(ranks.at, ranks.end):
-        raise body.corrupt("gaps that lead beyond the block")
+        kernels.take_ranks(dtype, segment, streams.ranks, streams.gaps, streams.values)
+    streams.check_end(body)
+
+
+def find_tight(body: StreamReader, dtype: Dtype, old: Segments) -> Changes:
+    """Return what the block changes; ``old`` is read only."""
+    streams = _Streams.read(body, dtype, sum(segment.size for segment in old))
+    parts = []
+    for origin, piece in pieces_of(old):
+        moved = piece.copy()
+        kernels.take_ranks(dtype, moved, streams.ranks, streams.gaps, streams.values)
+        found = kernels.find(dtype, piece, moved)
+        parts.append(Changes(found.where + np.uint32(origin), found.zigzag.copy()))
+    streams.check_end(body)
+    return joined(parts)

@@ -152,12 +152,12 @@ def test_a_model_that_does_not_fit_is_refused_with_figures_before_anything_is_fe
     world, tmp_path, capsys
 ):
     processes, _, plain = world
-    words = (plain.url, "--token", plain.token, "--fake-memory-bytes", "300000")
+    words = (plain.url, "--token", plain.token, "--fake-memory-bytes", "200000")
     code, text, errors = join_here(capsys, tmp_path, *words)
     assert code == 1
     assert errors == [
-        "error: the model needs 0.4 MB of memory (two copies of 0.1 MB, 0.2 MB for the engine), "
-        "and 0.3 MB are free: free some, or only relay, with --engine.kind none (0.2 MB)"
+        "error: the model needs 0.3 MB of memory (0.1 MB for the weights, 0.2 MB for the engine), "
+        "and 0.2 MB are free: free some, or only relay, with --engine.kind none (0.1 MB)"
     ]
     assert "peer.joined" in text
     assert "payload.followed" not in text

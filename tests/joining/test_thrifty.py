@@ -7,7 +7,8 @@ import trio
 
 from echo2p2p.net.connections import ConnectionSettings
 from echo2p2p.net.link import LinkSettings
-from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.payloads import RelaySettings
+from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.shaping import Limits, NoTrafficLog, Shaper
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.journal import TraceJournal

@@ -50,6 +50,14 @@ def test_names_are_plain_and_sizes_positive(tmp_path, name, size):
         FileMemory(tmp_path / "folder").allocate(name, size)
 
 
+def test_a_scratch_block_has_no_name_that_a_crash_could_leave_behind(tmp_path):
+    state = FileMemory(tmp_path / "memory").scratch(10_000)
+    assert list((tmp_path / "memory").iterdir()) == []
+    state.view[:5] = b"hello"
+    assert bytes(state.view[:5]) == b"hello"
+    state.close()
+
+
 def test_a_full_disk_is_an_error_at_once(tmp_path):
     with pytest.raises(StoreError, match=r"keep .* MB of weights"):
         FileMemory(tmp_path).allocate("w", 1 << 60)

@@ -115,6 +115,19 @@ def test_names_are_plain_and_blocks_not_empty(memory):
             memory.allocate(name, size)
 
 
+def test_a_scratch_block_is_zeroed_writable_and_of_no_other_block(memory):
+    first, second = memory.scratch(100), memory.scratch(200)
+    first.view[:3] = b"abc"
+    assert bytes(second.view) == bytes(200)
+    kept = first.view[:3]
+    first.rest()
+    assert bytes(kept) == b"abc"
+    for block in (first, second):
+        block.close()
+        block.close()
+    assert bytes(kept) == b"abc", "whoever still looks in keeps it"
+
+
 @pytest.mark.parametrize("offload", [ThreadOffload, InlineOffload])
 async def test_offloaded_work_gives_its_value_or_its_exception(offload):
     port = offload()

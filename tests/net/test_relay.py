@@ -4,19 +4,22 @@ import random
 
 import pytest
 import trio
+import trio.testing
 
 from echo2p2p.broadcast.overlay import Member as OverlayMember
 from echo2p2p.broadcast.overlay import plan_overlay
 from echo2p2p.errors import IntegrityError, LocalProtocolError, RemoteProtocolError
 from echo2p2p.ids import SOURCE
 from echo2p2p.net.connections import ConnectionSettings
+from echo2p2p.net.payloads import RelaySettings
 from echo2p2p.net.ports import Endpoint
 from echo2p2p.net.redial import RedialSettings
-from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.relays import RelayNet, RunKeys
+from echo2p2p.testing.system import MemoryState
 from echo2p2p.weights.assembly import Assembly
 
 RATE = 1_000_000.0
@@ -482,3 +485,76 @@ async def test_three_nodes_on_real_sockets():
             await relays.broadcast(anchor, push=False)
         assert relays.source.node.statistics().relayed_bytes <= 1.2 * (payload.size + anchor.size)
         nursery.cancel_scope.cancel()
+
+
+# --- memory, and what is wanted of us -----------------------------------------------------------
+
+
+async def test_a_payload_lies_in_the_memory_that_is_made_for_it_until_it_is_forgotten(
+    autojump_clock,
+):
+    blocks = {}
+
+    def make(header):
+        return blocks.setdefault(header.version, MemoryState(header.payload_bytes))
+
+    async with relay_net("p0") as (_, relays):
+        member = await relays.start("p0", payload_memory=make)
+        await start_all(relays, "p0")
+        payload = relays.keys.payload(1, 300_000)
+        await relays.broadcast(payload)
+        assert blocks[1].view == payload.assembly.payload()
+        member.node.forget(payload.manifest_id)
+        with pytest.raises(LocalProtocolError, match="closed"):
+            blocks[1].view  # noqa: B018 - closed blocks say so
+        assert member.node.assembly(payload.manifest_id) is None
+
+
+async def test_who_waits_for_growth_is_woken_by_each_chunk_and_by_the_end(autojump_clock):
+    async with relay_net("p0") as (_, relays):
+        await start_all(relays, "p0")
+        payload = relays.keys.payload(1, 300_000)
+        node, grown = relays.peers[0].node, []
+        node.follow(payload.signed, push=True)
+
+        async def watch():
+            assembly = node.assembly(payload.manifest_id)
+            while not assembly.complete:
+                await node.wait_grown(payload.manifest_id)
+                grown.append(assembly.ready_bytes)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            await relays.broadcast(payload)
+        assert len(grown) == payload.assembly.count
+        assert grown == sorted(grown)
+        await node.wait_grown(payload.manifest_id)  # complete: at once
+        node.follow(relays.keys.payload(2, 1000).signed, push=True)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.wait_grown, relays.keys.payload(2, 1000).manifest_id)
+            await trio.testing.wait_all_tasks_blocked()
+            node.forget(relays.keys.payload(2, 1000).manifest_id)
+
+
+@pytest.mark.parametrize("relaying", [True, False])
+async def test_an_anchor_that_was_let_pass_is_asked_for_by_peers_and_not_by_the_source(
+    autojump_clock, relaying
+):
+    asked = []
+    async with relay_net("p0", "p1", "p2") as (_, relays):
+        member = await relays.start(
+            "p0", wants=lambda _: False, asked=lambda *item: asked.append(item)
+        )
+        member.node.relaying = relaying
+        await relays.start("p1", wants=lambda _: False)
+        await start_all(relays, "p0", "p1")
+        anchor, delta = relays.keys.payload(1, 50_000, anchor=True), relays.keys.payload(2, 50_000)
+        for payload in (anchor, delta):
+            relays.source.node.publish(payload.signed, payload.assembly, push=False)
+        await trio.sleep(5.0)
+        assert asked == [], "the source wants to know who has it, and p1 does not want it"
+        await relays.start("p2")
+        relays.link_up()
+        await relays.wait_linked()
+        await trio.sleep(5.0)
+        assert asked == [(anchor.signed, anchor.assembly.header)] * relaying

@@ -13,7 +13,8 @@ from echo2p2p.weights.chunks import split
 from echo2p2p.weights.layout import plan_layout
 from echo2p2p.weights.manifest import manifest_id
 from echo2p2p.wire.signing import sign_record
-from peer.weights import PAYLOADS_AHEAD, PAYLOADS_KEPT, Follower, Weights
+from peer.state import Weights
+from peer.weights import PAYLOADS_AHEAD, PAYLOADS_KEPT, Follower
 
 LAYOUT = plan_layout([("weight", "bf16", (64, 512), ())])
 """64 KiB."""
@@ -67,10 +68,10 @@ class Subject:
 
     def applied(self, version: int, size: int) -> None:
         """The delta to this version is whole, and applied."""
-        _, signed = signed_delta(version, size)
+        header, signed = signed_delta(version, size)
         self.relay.follow(signed, push=True)
         self.weights.switch(Version(version), Digest(bytes(32)))
-        self.follower._keep(manifest_id(signed), size)
+        self.follower._keep(manifest_id(signed), header)
 
     def versions(self) -> list[int]:
         return sorted(header.version for header in self.relay.headers().values())

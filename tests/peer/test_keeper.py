@@ -172,39 +172,97 @@ async def test_weights_wait_for_a_generation_under_way_and_the_next_one_uses_the
         assert versions == [{0}, {1}]
 
 
-async def test_memory_is_used_while_it_is_loaded_or_would_be_after_a_restart(
+async def test_memory_is_let_go_when_a_load_is_over_and_not_read_again_before_an_offer(
     autojump_clock,
 ) -> None:
-    old, new = weights(0), weights(1)
     slot = Slot(Engine(load_s=1.0))
     async with slot.running() as keeper:
-        keeper.offer(old)
+        keeper.offer(weights(0))
         await trio.sleep(0.5)
-        keeper.offer(new)
-        assert keeper.uses(old.state)
-        assert keeper.uses(new.state)
         with trio.fail_after(10.0):
-            await keeper.wait_unused(old.state)
-        assert trio.current_time() >= 1.0
-        assert keeper.uses(new.state)
+            await keeper.withdraw()
+        assert trio.current_time() >= 1.0, "the load under way was waited for"
+        await proved(keeper, 0)
+        await trio.sleep(5.0)
+        assert slot.engines[0].loads == [0]
+        keeper.offer(weights(1))
         await proved(keeper, 1)
-        assert keeper.uses(new.state)
-        with trio.move_on_after(10.0) as scope:
-            await keeper.wait_unused(new.state)
+
+
+async def test_an_engine_that_starts_while_the_offer_is_withdrawn_waits_for_the_next(
+    autojump_clock,
+) -> None:
+    slot = Slot(Engine(faults=EngineFaults(die_at_generate=1)))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        await keeper.withdraw()
+        with pytest.raises(EngineError):
+            await keeper.generate([lease()])
+        await trio.sleep(60.0)
+        assert len(slot.engines) == 2
+        assert slot.engines[1].loads == []
+        assert keeper.version is None
+        keeper.offer(weights(1))
+        await proved(keeper, 1)
+
+
+async def test_an_engine_goes_on_with_its_version_while_the_offer_is_withdrawn(
+    autojump_clock,
+) -> None:
+    slot = Slot(Engine(seconds_per_token=1.0))
+    async with slot.running() as keeper, trio.open_nursery() as nursery:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        nursery.start_soon(keeper.generate, [lease()])
+        await trio.sleep(0.5)
+        keeper.offer(weights(1))  # waits for the batch
+        await trio.sleep(0.5)
+        await keeper.withdraw()
+        await trio.sleep(60.0)
+        assert keeper.version == 0
+        (answer,) = await keeper.generate([lease()])
+        assert {span.version for sample in answer.samples for span in sample.spans} == {0}
+        assert slot.engines[0].loads == [0]
+        assert slot.lost() == []
+
+
+async def test_a_withdrawal_that_is_cancelled_leaves_the_offer(autojump_clock) -> None:
+    slot = Slot(Engine(load_s=5.0))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await trio.sleep(0.1)
+        with trio.move_on_after(0.1) as scope:
+            await keeper.withdraw()
         assert scope.cancelled_caught
-        keeper.offer(weights(2))
-        assert not keeper.uses(new.state)  # the engine has its own copy of what it has loaded
+        slot.engines[0].kill()
+        with trio.fail_after(10.0):
+            await proved(keeper, 0)
+        assert len(slot.engines) == 2
 
 
-async def test_memory_is_free_again_when_the_load_from_it_has_failed(autojump_clock) -> None:
-    old, new = weights(0), weights(1)
+async def test_memory_is_let_go_when_the_load_from_it_has_failed(autojump_clock) -> None:
     slot = Slot(Engine(load_s=1.0, faults=EngineFaults(die_at_load=1)))
     async with slot.running() as keeper:
-        keeper.offer(old)
-        keeper.offer(new)
+        keeper.offer(weights(0))
+        await trio.sleep(0.5)
         with trio.fail_after(10.0):
-            await keeper.wait_unused(old.state)
+            await keeper.withdraw()
+        keeper.offer(weights(1))
         await proved(keeper, 1)
+
+
+async def test_who_offered_what_an_engine_read_otherwise_is_told(autojump_clock) -> None:
+    slot = Slot(Engine(faults=EngineFaults(wrong_weights_at_load=1)))
+    async with slot.running() as keeper:
+        offered = weights(0)
+        keeper.offer(offered)
+        with trio.fail_after(10.0):
+            assert await keeper.wait_doubted() is offered
+        await proved(keeper, 0)
+        with trio.move_on_after(60.0) as scope:
+            await keeper.wait_doubted()
+        assert scope.cancelled_caught, "once a doubt"
 
 
 # --- failures ---------------------------------------------------------------------------------

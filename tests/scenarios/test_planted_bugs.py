@@ -12,6 +12,7 @@ import coordinator.intake
 import coordinator.leases
 import coordinator.publish
 import coordinator.training
+import peer.apply
 import peer.weights
 from coordinator.book import Book
 from coordinator.intake import Intake
@@ -117,13 +118,13 @@ def skip_a_number(monkeypatch) -> None:
 
 def apply_a_wrong_bit(monkeypatch) -> None:
     """A peer's memory flips a bit, and it takes the header's word for the result."""
-    real = peer.weights.state_digest
+    real = peer.apply.state_digest
 
     def flipped(layout, state) -> Digest:
         state[7] ^= 1
         return Digest(Agreeable(real(layout, state)))
 
-    monkeypatch.setattr(peer.weights, "state_digest", flipped)
+    monkeypatch.setattr(peer.apply, "state_digest", flipped)
 
 
 def relay_unverified(monkeypatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from echo2p2p.errors import IntegrityError
 from echo2p2p.ids import digest_of
 from echo2p2p.testing.states import random_layout, random_state, trained_step
-from echo2p2p.weights.anchor import decode_anchor, encode_anchor
+from echo2p2p.weights.anchor import AnchorApply, decode_anchor, encode_anchor
 from echo2p2p.weights.blocks import ANCHOR_BLOCK_ELEMENTS, Block, Content, pack_blocks
 from echo2p2p.weights.delta import apply_delta, encode_delta
 from echo2p2p.weights.forms import Form
@@ -112,3 +112,30 @@ def test_a_damaged_anchor_gives_a_state_or_an_integrity_error(rng, place, value)
     assert blamed(
         lambda: decode_anchor(layout, payload, bytearray(layout.total_bytes), source="mallory")
     ) in (None, "mallory")
+
+
+def test_an_anchor_is_written_block_by_block_as_it_arrives():
+    layout = plan_layout([("w", "bf16", (ANCHOR_BLOCK_ELEMENTS * 3,), ()), ("b", "f32", (9,), ())])
+    state = random.Random(2).randbytes(layout.total_bytes)
+    payload = encode_anchor(layout, state)
+    memory, target = bytearray(len(payload)), bytearray(layout.total_bytes)
+    work = AnchorApply(layout, memory, target)
+    done, half = 0, len(payload) // 2
+    memory[:half] = payload[:half]
+    done += work.advance(half)
+    assert done == 1
+    assert target[: 2 * ANCHOR_BLOCK_ELEMENTS] == state[: 2 * ANCHOR_BLOCK_ELEMENTS]
+    with pytest.raises(IntegrityError, match="elements of"):
+        work.check_end()
+    memory[half:] = payload[half:]
+    done += work.advance(len(payload))
+    work.check_end()
+    assert done == 4
+    assert target == state
+
+
+def test_a_block_that_needs_a_base_is_refused_as_it_arrives():
+    blocks = [Block(0, 0, 4, Form.RAW, bytes(8)), Block(1, 0, 4, Form.DENSE, b"\x01\x00")]
+    payload = pack_blocks(Content.ANCHOR, blocks)
+    work = AnchorApply(LAYOUT, payload, bytearray(16), source="mallory")
+    assert blamed(lambda: work.advance(len(payload))) == "mallory"

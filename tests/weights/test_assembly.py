@@ -51,6 +51,16 @@ def test_chunks_in_any_order_make_the_payload(rng, payload_bytes):
     assert all(assembly.chunk(i) == chunked.chunk(i) for i in order)
 
 
+def test_the_payload_is_put_together_in_memory_that_is_given():
+    header, chunked = publication(3000)
+    memory = memoryview(bytearray(3500))
+    assembly = Assembly(header, memory)
+    for index in (2, 0, 3, 1):
+        assembly.add(index, chunked.chunk(index), source="a")
+    assert memory[:3000] == chunked.payload == assembly.payload()
+    assert bytes(memory[3000:]) == bytes(500)
+
+
 def test_a_verified_chunk_is_served_before_the_rest_is_there():
     header, chunked = publication(3000)
     assembly = Assembly(header)

@@ -33,6 +33,10 @@ def words(*values):
     return np.array(values, dtype="<u2").tobytes()
 
 
+def as_words(state):
+    return np.frombuffer(state, dtype="<u2")
+
+
 def applied(layout, base, payload):
     target = bytearray(base)
     apply_delta(layout, payload, target)
@@ -312,22 +316,60 @@ def test_blocks_decode_in_any_order():
     assert target.tobytes() == result
 
 
-def test_a_block_is_applied_while_the_rest_is_under_way():
-    layout = bf16(1 << 21)
-    base, result = trained(1 << 21, 1e-5)
-    payload = encode_delta(layout, base, result)
+@pytest.mark.parametrize(
+    "policy", [SMALLEST, FormPolicy("one", frozenset({Form.FAST}))], ids=["all", "fast"]
+)
+def test_a_block_is_worked_out_while_the_rest_is_under_way_and_written_when_all_is_there(policy):
+    layout = bf16(3 << 20)
+    base, result = trained(3 << 20, 3e-6)
+    payload = encode_delta(layout, base, result, policy=policy)
     ends = [4]
     for block in read_blocks(layout, payload, Content.DELTA):
         ends.append(ends[-1] + block.coded_bytes)
     memory, target = bytearray(len(payload)), bytearray(base)
-    apply = DeltaApply(layout, memory, target)
+    apply = DeltaApply(layout, memory, target, changes_bytes_max=len(base))
     done = 0
     for ready in [*range(0, len(payload), 10_000), len(payload)]:
         memory[:ready] = payload[:ready]
         done += apply.advance(ready)
         assert done == sum(end <= ready for end in ends[1:])
-    assert apply.complete
+        assert target == base, "a whole version until the last block is there"
+    assert done == len(ends) - 1 > 1
+    changed = np.count_nonzero(as_words(base) != as_words(result))
+    assert apply.changes_bytes == 6 * changed
+    apply.write()
     assert target == result
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.randoms(use_true_random=False), st.sampled_from([0.001, 0.05, 0.3, 1]), st.integers(0, 9))
+def test_however_little_is_worked_out_ahead_the_result_is_exact(rng, density, share):
+    layout = random_layout(rng)
+    base = random_state(layout, rng)
+    result = changed_state(layout, base, density, rng)
+    payload = encode_delta(layout, base, result)
+    target, allowed = bytearray(base), len(base) * share // 10
+    apply = DeltaApply(layout, payload, target, changes_bytes_max=allowed)
+    for ready in range(0, len(payload), 97):
+        apply.advance(ready)
+    assert target == base
+    assert apply.changes_bytes <= allowed
+    apply.write()
+    assert target == result
+
+
+def test_a_payload_whose_end_never_comes_leaves_the_base_as_it_was():
+    layout = bf16(3 << 20)
+    base, result = trained(3 << 20, 3e-6)
+    payload = encode_delta(layout, base, result)
+    memory, target = bytearray(payload), bytearray(base)
+    apply = DeltaApply(layout, memory, target, changes_bytes_max=len(base))
+    assert apply.advance(len(payload) - 1) > 0
+    last = list(read_blocks(layout, payload, Content.DELTA))[-1]
+    start = len(payload) - len(last.body)
+    memory[start : start + 40] = bytes(40)
+    assert blamed(lambda: apply.advance(len(payload))) == "local"
+    assert target == base
 
 
 def test_the_bytes_of_a_fixed_delta_never_change():

@@ -15,6 +15,7 @@ from echo2p2p.weights.manifest import (
     check_header,
     chunk_count,
     chunk_length,
+    is_step,
     manifest_id,
 )
 from echo2p2p.wire.messages import Signed
@@ -51,6 +52,12 @@ def test_a_header_says_what_was_split():
 def test_an_anchor_has_no_base():
     made = header(base=None)
     assert (made.base_version, made.base_digest) == (None, None)
+
+
+def test_a_step_leads_from_the_version_before():
+    assert is_step(header())
+    assert not is_step(header(base=(1, b"b" * 32)))
+    assert not is_step(header(base=None))
 
 
 @given(st.integers(1, 9000))

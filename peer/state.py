@@ -1,0 +1,64 @@
+"""The flat weights of this peer: one block of shared memory, and what is known of its bits.
+
+The engine copies the bits when it loads them, so one block is enough: while the next version is
+written into it the engine goes on with its own copy, and one that is started meanwhile waits. The
+block is written only under `Weights.lock`, after the engine's keeper has been told, and by work
+that nothing can cancel; so it is a whole version of known digest, or it is of no version.
+
+Nothing of it outlives the process: what a killed peer was writing is not trusted, and the next life
+starts from a folder of the user's or from an anchor.
+"""
+
+from __future__ import annotations
+
+import trio
+
+from echo2p2p.ids import Digest, Version
+from echo2p2p.net.ports import SharedMemory, SharedState
+from echo2p2p.weights.layout import Layout
+
+
+class Weights:
+    """Survives a change of incarnation.
+
+    Args:
+        layout: Of the run's model.
+        memory: Gives the block, and room for payloads.
+    """
+
+    def __init__(self, layout: Layout, memory: SharedMemory) -> None:
+        self.layout = layout
+        self._memory = memory
+        self.state = memory.allocate("weights", max(1, layout.total_bytes))
+        """The block, as the engine is given it."""
+        self.version: Version | None = None
+        """Whose bits the block holds, whole; ``None``: nobody's."""
+        self.digest: Digest | None = None
+        """Of these bits."""
+        self.lock = trio.Lock()
+        """Held by who writes the block, and by who reads it for long."""
+
+    @property
+    def view(self) -> memoryview:
+        """The flat state."""
+        return self.state.view[: self.layout.total_bytes]
+
+    def scratch(self, size: int) -> SharedState:
+        """Return memory for a payload.
+
+        Raises:
+            StoreError: No room.
+        """
+        return self._memory.scratch(size)
+
+    def switch(self, version: Version, digest: Digest) -> None:
+        """The block holds this version now."""
+        self.version, self.digest = version, digest
+
+    def forget(self) -> None:
+        """The block is not to be trusted."""
+        self.version = self.digest = None
+
+    def close(self) -> None:
+        """Release the block."""
+        self.state.close()
