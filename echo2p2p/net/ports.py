@@ -69,6 +69,10 @@ class Endpoint:
     port: int
 
 
+Accept = Callable[[trio.abc.Stream, str], Awaitable[None]]
+"""Serves a connection from the host of this address, to its end."""
+
+
 class Streams(Protocol):
     """Byte streams between machines, for relay links."""
 
@@ -80,9 +84,7 @@ class Streams(Protocol):
         """
         ...
 
-    def listen(
-        self, endpoint: Endpoint, accept: Callable[[trio.abc.Stream], Awaitable[None]]
-    ) -> AbstractAsyncContextManager[Endpoint]:
+    def listen(self, endpoint: Endpoint, accept: Accept) -> AbstractAsyncContextManager[Endpoint]:
         """Listen while the context is open; its value is the real address (port 0 resolved).
 
         ``accept`` runs once a connection, in a task that ends with the context; the stream is

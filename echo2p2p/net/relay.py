@@ -178,9 +178,9 @@ class RelayNode:
                 task_status.started(listening)
                 await self._keep_time()
 
-    async def accept(self, stream: trio.abc.Stream) -> None:
-        """Serve a connection that the caller has accepted, to its end."""
-        await self._connections.accept(stream)
+    async def accept(self, stream: trio.abc.Stream, host: str) -> None:
+        """Serve a connection from ``host`` that the caller has accepted, to its end."""
+        await self._connections.accept(stream, host)
 
     def set_neighbours(self, neighbours: Iterable[Neighbour], source: Address | None) -> None:
         """Keep these links from now on, and no other that we dialled.

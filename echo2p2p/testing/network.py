@@ -18,21 +18,19 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import trio
 
 from echo2p2p.errors import ConfigError, LinkError
-from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.ports import Accept, Endpoint
 
 SEGMENT_BYTES: Final = 16 * 1024
 WINDOW_BYTES: Final = 256 * 1024
 UNSENT_BYTES: Final = 2 * SEGMENT_BYTES
 PORT_FIRST: Final = 49152
-
-Accept = Callable[[trio.abc.Stream], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class SimNetwork:
 
 async def _serve(accept: Accept, stream: SimStream) -> None:
     try:
-        await accept(stream)
+        await accept(stream, stream.other.node.name)
     finally:
         await trio.aclose_forcefully(stream)
 

@@ -187,7 +187,9 @@ class TamperingStreams:
         return TamperingStream(await self.inner.dial(endpoint, timeout_s=timeout_s))
 
     def listen(self, endpoint, accept):
-        return self.inner.listen(endpoint, lambda stream: accept(TamperingStream(stream)))
+        return self.inner.listen(
+            endpoint, lambda stream, host: accept(TamperingStream(stream), host)
+        )
 
 
 class TamperingStream(trio.abc.Stream):
