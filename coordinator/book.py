@@ -16,7 +16,7 @@ from typing import cast
 
 import trio
 
-from coordinator.ledger_rows import balance, count_event, recount
+from coordinator.ledger_rows import balance, count_event, recount, standings
 from coordinator.schema import (
     LEASE_ROWS_KEPT,
     RELAYED_BYTES_MAX,
@@ -24,6 +24,7 @@ from coordinator.schema import (
     OpenLease,
     PayloadRow,
     QueuedRow,
+    Standing,
     VersionRow,
     stored,
 )
@@ -103,7 +104,8 @@ class Book:
 
         def work(rows: Rows) -> None:
             rows.execute(
-                "UPDATE members SET live = 0, relayed_bytes = min(relayed_bytes + ?, ?) "
+                "UPDATE members SET live = 0, join_body = x'', "
+                "relayed_bytes = min(relayed_bytes + ?, ?) "
                 "WHERE peer_id = ? AND incarnation = ? AND live",
                 (relayed_bytes, RELAYED_BYTES_MAX, peer_id, incarnation),
             )
@@ -442,40 +444,22 @@ class Book:
         """Return the balance by events and by rows, both of one moment."""
         return await self._store.transact(lambda rows: (balance(rows), recount(rows)))
 
-    async def by_peer(self) -> dict[PeerId, dict[str, int]]:
-        """Return accepted and rejected trajectories by peer, counted from the rows."""
+    async def standings(self, gone_max: int) -> list[Standing]:
+        """Return how the peers stand that are worth a row, in order of their ids.
 
-        def work(rows: Rows) -> dict[PeerId, dict[str, int]]:
-            found = rows.execute(
-                "SELECT peer_id, fate, sum(count) FROM ("
-                "SELECT peer_id, fate, sum(samples) AS count FROM leases GROUP BY 1, 2 "
-                "UNION ALL SELECT peer_id, fate, sum(count) FROM archive GROUP BY 1, 2"
-                ") GROUP BY 1, 2 ORDER BY 1, 2"
-            ).fetchall()
-            result: dict[PeerId, dict[str, int]] = {}
-            for row in found:
-                peer_id, fate, count = cast("tuple[PeerId, str, int]", row)
-                result.setdefault(peer_id, {})[fate] = count
-            return result
+        Those that live, and of those that are gone the ``gone_max`` of whom most was accepted: all
+        identities of a run's life would be too many to hold at once.
+        """
+        return await self._store.transact(lambda rows: standings(rows, gone_max))
 
-        return await self._store.transact(work)
+    async def relayed_bytes(self) -> int:
+        """Return what all lives that are over have relayed, by their own account."""
 
-    async def rejected_by_peer(self) -> dict[PeerId, dict[str, int]]:
-        """Return rejected trajectories by peer and reason, counted from the rows."""
-
-        def work(rows: Rows) -> dict[PeerId, dict[str, int]]:
-            found = rows.execute(
-                "SELECT peer_id, reason, sum(count) FROM ("
-                "SELECT peer_id, reason, sum(samples) AS count FROM leases "
-                "WHERE fate = 'rejected' GROUP BY 1, 2 UNION ALL "
-                "SELECT peer_id, reason, sum(count) FROM archive WHERE fate = 'rejected' "
-                "GROUP BY 1, 2) GROUP BY 1, 2 ORDER BY 1, 2"
-            ).fetchall()
-            result: dict[PeerId, dict[str, int]] = {}
-            for row in found:
-                peer_id, reason, count = cast("tuple[PeerId, str, int]", row)
-                result.setdefault(peer_id, {})[reason] = count
-            return result
+        def work(rows: Rows) -> int:
+            # Not sum(): a thousand who boast make more than its 64 bits hold.
+            found = rows.execute("SELECT total(relayed_bytes) FROM members").fetchone()
+            assert found is not None
+            return int(cast("float", found[0]))
 
         return await self._store.transact(work)
 

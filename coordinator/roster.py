@@ -232,12 +232,10 @@ class Roster:
             await self._desk.end_peer(member.peer_id, member.incarnation)
         self._state.notify()
 
-    async def traffic(self) -> dict[PeerId, int]:
-        """Return the chunk bytes that each peer ever relayed, by its own account."""
-        total = {row.peer_id: row.relayed_bytes for row in await self._book.members()}
-        for member in self._members.live():
-            total[member.peer_id] = total.get(member.peer_id, 0) + member.measurements.relayed_bytes
-        return total
+    async def relayed_bytes(self) -> int:
+        """Return the chunk bytes that all peers ever relayed, by their own account."""
+        past = await self._book.relayed_bytes()
+        return past + sum(member.measurements.relayed_bytes for member in self._members.live())
 
     # --- plans --------------------------------------------------------------------------------
 

@@ -76,8 +76,23 @@ class MemberRow:
     credential: bytes
     """Digest of the credential, never the credential itself."""
     join_body: bytes
+    """Empty once it is gone: another incarnation sends its own."""
     live: bool
     relayed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a peer did in all its lives, and what became of it."""
+
+    peer_id: PeerId
+    name: str
+    relayed_bytes: int
+    """In the lives that are over."""
+    fates: dict[str, int]
+    """Trajectories by `echo2p2p.rollouts.ledger.Place`."""
+    reasons: dict[str, int]
+    """The rejected ones by reason."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,10 @@ MANIFEST_REFUSED: Final = "manifest.refused"
 PAYLOAD_FOLLOWED: Final = "payload.followed"
 PAYLOAD_COMPLETED: Final = "payload.completed"
 
+BAD_SOURCES_MAX: Final = 256
+OTHERS: Final = "others"
+"""Who sent bad chunks is counted by name for so many, and together for the rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class RelaySettings:
@@ -83,7 +87,7 @@ class RelayStatistics:
     unknown_bytes: int
     """Received of payloads that we do not follow."""
     bad_chunks: Mapping[str, int]
-    """By source."""
+    """By source; those beyond `BAD_SOURCES_MAX` as `OTHERS`."""
     chunks_redealt: int
 
 
@@ -367,7 +371,8 @@ class RelayNode:
 
     def _blame(self, source: str, manifest_id: ManifestId, detail: str) -> None:
         """Record a bad chunk, and cut its sender off if it is linked to us."""
-        self._bad_chunks[source] += 1
+        known = source in self._bad_chunks or len(self._bad_chunks) < BAD_SOURCES_MAX
+        self._bad_chunks[source if known else OTHERS] += 1
         self._journal.event(
             CHUNK_REJECTED, source=source, manifest_id=manifest_id.hex(), detail=detail
         )

@@ -12,7 +12,7 @@ from echo2p2p.ids import SOURCE
 from echo2p2p.net.connections import ConnectionSettings
 from echo2p2p.net.ports import Endpoint
 from echo2p2p.net.redial import RedialSettings
-from echo2p2p.net.relay import RelayNode, RelaySettings
+from echo2p2p.net.relay import BAD_SOURCES_MAX, OTHERS, RelayNode, RelaySettings
 from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.network import SimNetwork
@@ -235,6 +235,17 @@ async def test_a_relay_that_corrupts_chunks_is_cut_off_and_hurts_nobody(autojump
             links = {link.peer_id for link in member.node.statistics().links}
             assert liar not in links, "quarantined"
             assert SOURCE in links
+
+
+async def test_liars_beyond_a_number_are_counted_together(autojump_clock):
+    async with relay_net("p0") as (_, relays):
+        node = (await relays.start("p0")).node
+        key = relays.keys.payload(1, 1000).manifest_id
+        for number in range(2 * BAD_SOURCES_MAX):
+            node._blame(f"liar {number}", key, "wrong")
+        counted = node.statistics().bad_chunks
+        assert len(counted) == BAD_SOURCES_MAX + 1
+        assert counted[OTHERS] == BAD_SOURCES_MAX
 
 
 async def test_a_manifest_that_the_run_did_not_sign_costs_the_link(autojump_clock):
