@@ -189,10 +189,12 @@ class World:
                 nursery.start_soon(self.run_peer, name)
             if nemesis is not None:
                 nursery.start_soon(nemesis, self, nursery)
-            await self.run_coordinator()
-            with trio.move_on_after(60.0):
-                while any(machine.scope is not None for machine in self._machines.values()):
-                    await self._ended.park()
+            try:
+                await self.run_coordinator()
+            finally:  # peers hear of a failed run too, and come to their own end
+                with trio.move_on_after(60.0):
+                    while any(machine.scope is not None for machine in self._machines.values()):
+                        await self._ended.park()
             nursery.cancel_scope.cancel()
 
     async def run_coordinator(self) -> None:
