@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.book import Book
 from coordinator.config import WeightsSection
-from coordinator.payloads import PayloadStore, assemble, blob_name
+from coordinator.payloads import PayloadStore, blob_name
 from coordinator.run_state import RunState
 from coordinator.schema import PayloadRow, VersionRow
 from echo2p2p.errors import IntegrityError, StoreError
@@ -294,10 +294,10 @@ class Publisher:
         for signed, payload in made:
             identity, header = manifest_id(signed), self._open(signed)
             await self._blobs.put(blob_name(identity), payload)
-            # Served from the file: the system may drop its pages while nobody asks for them.
-            mapped = await self._blobs.map(blob_name(identity))
+            # Served from the disk: in memory it would only stand in the way of everything else.
+            stored = await self._blobs.find(blob_name(identity))
             try:
-                assemblies.append(await self._offload.run(partial(assemble, header, mapped)))
+                assemblies.append(await self._offload.run(partial(Assembly.stored, header, stored)))
             except IntegrityError as error:
                 detail = f"the disk gives back other bytes than were written ({error})"
                 raise StoreError(f"{detail}: look at the system's log") from error
