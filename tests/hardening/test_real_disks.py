@@ -255,6 +255,7 @@ def test_payloads_cut_under_a_running_coordinator_end_it_in_one_line_and_the_nex
     quick = ("--stall_timeout_s", "1")  # to give up what is nowhere any more
     late = start_peer(processes, run.url, run.token, *quick, name="late")
     one_line(run, 1, "payload", "it was cut short: start again")
+    assert (run.folder / "reward.png").stat().st_size > 1000, "how it went is drawn all the same"
     again = goes_on(processes, run.port)
     wait_steps(processes, again, 3, late)
     assert again.events("payload.corrupt")
