@@ -236,6 +236,7 @@ class World:
             self.checkpoints,
             start_s=self.spec.learner_start_s,
             step_s=self.spec.learner_step_s,
+            timeout_s=self.spec.settings.learner.step_timeout_s,
             faults=faults[lives] if lives < len(faults) else None,
         )
 
