@@ -269,6 +269,7 @@ class CoordinatorApp:
                 clock=ports.clock,
                 entropy=ports.entropy,
                 journal=ports.journal,
+                on_uplinks=self._relay.set_uplinks,
             )
             self._board = Board(
                 settings=settings,

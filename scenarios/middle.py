@@ -8,7 +8,7 @@ life. It knows nothing of HTTP: tests put `coordinator.api.Api` in front where t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from coordinator.run_state import RunState
 from coordinator.schema import MIGRATIONS, VersionRow
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import TaskSetup, TaskWorker
-from echo2p2p.ids import Generation, Step, Version
+from echo2p2p.ids import Generation, PeerId, Step, Version
 from echo2p2p.limits import PROTOCOL
 from echo2p2p.net.ports import Store
 from echo2p2p.net.trust import CertificateAuthority, PeerIdentity, RunKeys, fingerprint, join_proof
@@ -85,6 +85,8 @@ class Bench:
     keys: RunKeys
     entropy: SimEntropy
     journal: TraceJournal
+    uplinks: dict[PeerId, float]
+    """What the source was told last."""
     identities: dict[str, PeerIdentity] = field(default_factory=dict)
 
     # --- the learner's part -------------------------------------------------------------------
@@ -187,6 +189,7 @@ def heartbeat(
         state="warming" if version is None else "ready",
         version=version,
         holdings=[],
+        relays=True,
         measurements=measurements,
         price_usd_per_hour=0.0,
         available_s=None,
@@ -309,6 +312,12 @@ async def _build(
         journal=journal,
     )
     clock = SimClock()
+    uplinks: dict[PeerId, float] = {}
+
+    def note_uplinks(told: Mapping[PeerId, float]) -> None:
+        uplinks.clear()
+        uplinks.update(told)
+
     roster = Roster(
         members=members,
         settings=membership,
@@ -322,8 +331,9 @@ async def _build(
         clock=clock,
         entropy=entropy,
         journal=journal,
+        on_uplinks=note_uplinks,
     )
-    bench = Bench(book, state, desk, queue, intake, tasks, roster, keys, entropy, journal)
+    bench = Bench(book, state, desk, queue, intake, tasks, roster, keys, entropy, journal, uplinks)
     versions = await book.versions()
     for row in versions:
         state.add_version(row.version, row.step, dead=row.dead)

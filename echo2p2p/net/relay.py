@@ -207,6 +207,10 @@ class RelayNode:
         self._swarm.set_neighbours_planned(count)
         self._connections.set_targets(targets)
 
+    def set_uplinks(self, uplinks: Mapping[PeerId, float]) -> None:
+        """Count on no more, bytes per second, of these peers' uplinks; 0: it relays nothing."""
+        self._swarm.rates.allowed = dict(uplinks)
+
     # --- payloads -----------------------------------------------------------------------------
 
     def publish(self, signed: Signed, assembly: Assembly, *, push: bool) -> ManifestId:
