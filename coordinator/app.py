@@ -244,8 +244,7 @@ class CoordinatorApp:
     async def _serve(
         self, keys: RunKeys, token: JoinToken, admin_token: str
     ) -> Mapping[str, object]:
-        ports, settings = self._ports, self._settings
-        server = settings.server
+        ports, settings, server = self._ports, self._settings, self._settings.server
         authority, tls = None, None
         if self._tls:
             authority = CertificateAuthority(keys, ports.clock, ports.entropy)

@@ -85,9 +85,14 @@ class Bench:
     keys: RunKeys
     entropy: SimEntropy
     journal: TraceJournal
-    uplinks: dict[PeerId, float]
-    """What the source was told last."""
+    told: list[Mapping[PeerId, float]]
+    """What the source was told of uplinks, each time."""
     identities: dict[str, PeerIdentity] = field(default_factory=dict)
+
+    @property
+    def uplinks(self) -> Mapping[PeerId, float]:
+        """What the source knows of uplinks."""
+        return self.told[-1]
 
     # --- the learner's part -------------------------------------------------------------------
 
@@ -312,12 +317,7 @@ async def _build(
         journal=journal,
     )
     clock = SimClock()
-    uplinks: dict[PeerId, float] = {}
-
-    def note_uplinks(told: Mapping[PeerId, float]) -> None:
-        uplinks.clear()
-        uplinks.update(told)
-
+    told: list[Mapping[PeerId, float]] = []
     roster = Roster(
         members=members,
         settings=membership,
@@ -331,9 +331,9 @@ async def _build(
         clock=clock,
         entropy=entropy,
         journal=journal,
-        on_uplinks=note_uplinks,
+        on_uplinks=told.append,
     )
-    bench = Bench(book, state, desk, queue, intake, tasks, roster, keys, entropy, journal, uplinks)
+    bench = Bench(book, state, desk, queue, intake, tasks, roster, keys, entropy, journal, told)
     versions = await book.versions()
     for row in versions:
         state.add_version(row.version, row.step, dead=row.dead)
