@@ -148,7 +148,7 @@ class Follower:
         for signed, header in zip(path, headers, strict=True):
             self._relay.follow(signed, push=header.base_version is not None)
         for signed, header in zip(path, headers, strict=True):
-            assembly = await self._fetch(signed)
+            assembly = await self._fetch(signed, header)
             if assembly is None:  # too old by now: ask for another path
                 self._target = self._weights.version
                 return
@@ -164,12 +164,13 @@ class Follower:
                 return
             self._keep(manifest_id(signed), header.payload_bytes)
 
-    async def _fetch(self, signed: Signed) -> Assembly | None:
+    async def _fetch(self, signed: Signed, header: ManifestHeader) -> Assembly | None:
         """Wait for the relay; what makes no progress for too long comes over HTTP.
 
         Returns ``None`` if nobody has the payload any more.
         """
-        identity = manifest_id(signed)
+        # Again: it may have been one that we kept for others, and let go for one before it.
+        identity = self._relay.follow(signed, push=header.base_version is not None)
         while True:
             before = self._held(identity)
             with trio.move_on_after(self._stall_timeout_s):
