@@ -2,7 +2,8 @@
 
 Bound to all interfaces it cannot know its own name, and an address that peers cannot dial is worse
 than none: then ``server.public_url`` must be given. Its host serves for the relay too, unless
-``server.relay_public_host`` names another.
+``server.relay_public_host`` names another; ``server.relay_public_port`` is for a router that maps
+ports.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def relay_address(server: ServerSection, real: Endpoint) -> Address:
     host = server.relay_public_host
     if host is None and server.public_url is not None:
         host = _host(server.public_url)
-    return Address(host=host or real.host, port=real.port)
+    return Address(host=host or real.host, port=server.relay_public_port or real.port)
 
 
 def _host(url: str) -> str:

@@ -253,8 +253,7 @@ class CoordinatorApp:
     async def _serve(
         self, keys: RunKeys, token: JoinToken, admin_token: str
     ) -> Mapping[str, object]:
-        ports, settings = self._ports, self._settings
-        server = settings.server
+        ports, settings, server = self._ports, self._settings, self._settings.server
         authority, tls = None, None
         if self._tls:
             authority = CertificateAuthority(keys, ports.clock, ports.entropy)
@@ -278,6 +277,7 @@ class CoordinatorApp:
                 clock=ports.clock,
                 entropy=ports.entropy,
                 journal=ports.journal,
+                on_uplinks=self._relay.set_uplinks,
             )
             self._board = Board(
                 settings=settings,

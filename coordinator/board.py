@@ -11,7 +11,7 @@ the time goes into it, however many people watch; the counts come from the store
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import trio
 
@@ -24,7 +24,6 @@ from coordinator.membership import Member
 from coordinator.publish import WeightBytes
 from coordinator.roster import Roster
 from coordinator.run_state import RunState
-from echo2p2p.ids import PeerId
 from echo2p2p.net.ports import WallClock
 from echo2p2p.rollouts.batch import GroupQueue
 
@@ -113,7 +112,6 @@ class Board:
 
     async def summary(self) -> dict[str, object]:
         """Return everything about the run so far; summary.json."""
-        traffic = await self._roster.traffic()
         latest = self._state.latest
         return {
             "outcome": self._state.outcome,
@@ -126,9 +124,9 @@ class Board:
             "weights": report.weights(
                 self._publisher.statistics(),
                 source_bytes=self._publisher.source_bytes,
-                peer_bytes=sum(traffic.values()),
+                peer_bytes=await self._roster.relayed_bytes(),
             ),
-            "peers": await self._peers(traffic),
+            "peers": await self._peers(),
         }
 
     async def status(self) -> Mapping[str, object]:
@@ -171,38 +169,29 @@ class Board:
             ],
         }
 
-    async def _peers(self, traffic: Mapping[PeerId, int]) -> list[dict[str, object]]:
-        fates = await self._book.by_peer()
-        refused = await self._book.rejected_by_peer()
+    async def _peers(self) -> list[dict[str, object]]:
         live = {member.peer_id: member for member in self._state.members.live()}
         latest = self._state.latest
         rows: list[dict[str, object]] = []
-        for stored in await self._book.members():
-            fate = fates.get(stored.peer_id, {})
+        for standing in await self._book.standings(GONE_SHOWN_MAX):
+            member, fate = live.get(standing.peer_id), standing.fates
+            relayed_bytes = standing.relayed_bytes
+            if member is not None:
+                relayed_bytes += member.measurements.relayed_bytes
             rows.append(
                 {
-                    "peer": stored.peer_id,
-                    "name": stored.name,
-                    **_now(live.get(stored.peer_id), latest, self._roster.term_s),
+                    "peer": standing.peer_id,
+                    "name": standing.name,
+                    **_now(member, latest, self._roster.term_s),
                     "accepted": fate.get("trained", 0) + fate.get("queued", 0),
                     "trained": fate.get("trained", 0),
                     "in_flight": fate.get("in_flight", 0),
                     "rejected": fate.get("rejected", 0),
-                    "rejected_by_reason": refused.get(stored.peer_id, {}),
-                    "relayed_bytes": traffic.get(stored.peer_id, 0),
+                    "rejected_by_reason": standing.reasons,
+                    "relayed_bytes": relayed_bytes,
                 }
             )
-        return _shown(rows)
-
-
-def _shown(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Leave out those that are gone and did least, if there are too many."""
-    gone = sorted(
-        (row for row in rows if row["state"] == "gone"),
-        key=lambda row: -cast("int", row["accepted"]),
-    )
-    hidden = {row["peer"] for row in gone[GONE_SHOWN_MAX:]}
-    return [row for row in rows if row["peer"] not in hidden]
+        return rows
 
 
 def _now(member: Member | None, latest: int | None, term_s: float) -> dict[str, object]:

@@ -16,23 +16,30 @@ from typing import cast
 
 import trio
 
-from coordinator.ledger_rows import balance, count_event, recount
+from coordinator.ledger_rows import balance, count_event, recount, standings
 from coordinator.schema import (
     LEASE_ROWS_KEPT,
+    OPEN_ROWS,
+    QUEUED_ROWS,
     RELAYED_BYTES_MAX,
+    DamagedRow,
     MemberRow,
     OpenLease,
     PayloadRow,
     QueuedRow,
+    Standing,
     VersionRow,
+    lease_digest,
+    read_open,
+    read_queued,
     stored,
 )
-from echo2p2p.ids import Generation, Incarnation, LeaseId, PeerId, Step, Version
+from echo2p2p.ids import Generation, Incarnation, LeaseId, PeerId, Step, Version, digest_of
 from echo2p2p.net.ports import Rows, Store
 from echo2p2p.rollouts.ledger import Balance, Ledger, Moved, Place
 from echo2p2p.rollouts.trajectory import Reason
 from echo2p2p.wire import codec
-from echo2p2p.wire.messages import Lease, Signed, Upload
+from echo2p2p.wire.messages import Lease, Signed
 
 
 class Book:
@@ -103,7 +110,8 @@ class Book:
 
         def work(rows: Rows) -> None:
             rows.execute(
-                "UPDATE members SET live = 0, relayed_bytes = min(relayed_bytes + ?, ?) "
+                "UPDATE members SET live = 0, join_body = x'', "
+                "relayed_bytes = min(relayed_bytes + ?, ?) "
                 "WHERE peer_id = ? AND incarnation = ? AND live",
                 (relayed_bytes, RELAYED_BYTES_MAX, peer_id, incarnation),
             )
@@ -219,15 +227,18 @@ class Book:
 
         def work(rows: Rows) -> None:
             for lease, seed in leases:
+                data = codec.encode(lease)
                 rows.execute(
-                    "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, 'in_flight', NULL, NULL, NULL)",
+                    "INSERT INTO leases (lease_id, peer_id, incarnation, seed, samples, lease, "
+                    "lease_digest, fate) VALUES (?, ?, ?, ?, ?, ?, ?, 'in_flight')",
                     (
                         lease.lease_id,
                         peer_id,
                         incarnation,
                         seed,
                         lease.samples,
-                        codec.encode(lease),
+                        data,
+                        lease_digest(data, seed),
                     ),
                 )
             count_event(rows, event)
@@ -284,12 +295,15 @@ class Book:
         upload: bytes | None = None,
         record: bytes | None = None,
     ) -> list[LeaseId]:
+        digest = None if upload is None else digest_of(upload)
+
         def work(rows: Rows) -> tuple[list[LeaseId], int]:
             moved, count = list[LeaseId](), 0
             for lease_id, samples in leases:
                 changed = rows.execute(
                     "UPDATE leases SET fate = ?, reason = ?, step = ?, "
-                    "upload = CASE WHEN ? THEN NULL ELSE coalesce(?, upload) END "
+                    "upload = CASE WHEN ? THEN NULL ELSE coalesce(?, upload) END, "
+                    "upload_digest = coalesce(?, upload_digest) "
                     "WHERE lease_id = ? AND fate = ?",
                     (
                         target.value,
@@ -297,6 +311,7 @@ class Book:
                         step,
                         int(target is Place.REJECTED),
                         upload,
+                        digest,
                         lease_id,
                         source.value,
                     ),
@@ -330,41 +345,19 @@ class Book:
 
         return await self._store.transact(work)
 
-    async def open_leases(self) -> list[OpenLease]:
+    async def open_leases(self) -> list[OpenLease | DamagedRow]:
         """Return the leases in flight; after a restart their peers may still answer."""
 
-        def work(rows: Rows) -> list[OpenLease]:
-            found = rows.execute(
-                "SELECT lease, peer_id, incarnation, seed FROM leases "
-                "WHERE fate = 'in_flight' ORDER BY rowid"
-            ).fetchall()
-            return [
-                OpenLease(
-                    stored(cast("bytes", row[0]), Lease),
-                    *cast("tuple[PeerId, Incarnation, int]", row[1:]),
-                )
-                for row in found
-            ]
+        def work(rows: Rows) -> list[OpenLease | DamagedRow]:
+            return [read_open(row) for row in rows.execute(OPEN_ROWS).fetchall()]
 
         return await self._store.transact(work)
 
-    async def queued(self) -> list[QueuedRow]:
+    async def queued(self) -> list[QueuedRow | DamagedRow]:
         """Return the accepted uploads that wait for a step, in order of issue."""
 
-        def work(rows: Rows) -> list[QueuedRow]:
-            found = rows.execute(
-                "SELECT lease, peer_id, seed, upload FROM leases "
-                "WHERE fate = 'queued' ORDER BY rowid"
-            ).fetchall()
-            return [
-                QueuedRow(
-                    stored(cast("bytes", row[0]), Lease),
-                    cast("PeerId", row[1]),
-                    cast("int", row[2]),
-                    stored(cast("bytes", row[3]), Upload),
-                )
-                for row in found
-            ]
+        def work(rows: Rows) -> list[QueuedRow | DamagedRow]:
+            return [read_queued(row) for row in rows.execute(QUEUED_ROWS).fetchall()]
 
         return await self._store.transact(work)
 
@@ -375,7 +368,8 @@ class Book:
 
         def work(rows: Rows) -> None:
             rows.execute(
-                "UPDATE leases SET upload = NULL, lease = x'' "
+                "UPDATE leases SET upload = NULL, lease = x'', upload_digest = NULL, "
+                "lease_digest = NULL "
                 "WHERE (fate = 'trained' AND step <= ?) OR fate = 'rejected'",
                 (step,),
             )
@@ -445,40 +439,22 @@ class Book:
         """Return the balance by events and by rows, both of one moment."""
         return await self._store.transact(lambda rows: (balance(rows), recount(rows)))
 
-    async def by_peer(self) -> dict[PeerId, dict[str, int]]:
-        """Return accepted and rejected trajectories by peer, counted from the rows."""
+    async def standings(self, gone_max: int) -> list[Standing]:
+        """Return how the peers stand that are worth a row, in order of their ids.
 
-        def work(rows: Rows) -> dict[PeerId, dict[str, int]]:
-            found = rows.execute(
-                "SELECT peer_id, fate, sum(count) FROM ("
-                "SELECT peer_id, fate, sum(samples) AS count FROM leases GROUP BY 1, 2 "
-                "UNION ALL SELECT peer_id, fate, sum(count) FROM archive GROUP BY 1, 2"
-                ") GROUP BY 1, 2 ORDER BY 1, 2"
-            ).fetchall()
-            result: dict[PeerId, dict[str, int]] = {}
-            for row in found:
-                peer_id, fate, count = cast("tuple[PeerId, str, int]", row)
-                result.setdefault(peer_id, {})[fate] = count
-            return result
+        Those that live, and of those that are gone the ``gone_max`` of whom most was accepted: all
+        identities of a run's life would be too many to hold at once.
+        """
+        return await self._store.transact(lambda rows: standings(rows, gone_max))
 
-        return await self._store.transact(work)
+    async def relayed_bytes(self) -> int:
+        """Return what all lives that are over have relayed, by their own account."""
 
-    async def rejected_by_peer(self) -> dict[PeerId, dict[str, int]]:
-        """Return rejected trajectories by peer and reason, counted from the rows."""
-
-        def work(rows: Rows) -> dict[PeerId, dict[str, int]]:
-            found = rows.execute(
-                "SELECT peer_id, reason, sum(count) FROM ("
-                "SELECT peer_id, reason, sum(samples) AS count FROM leases "
-                "WHERE fate = 'rejected' GROUP BY 1, 2 UNION ALL "
-                "SELECT peer_id, reason, sum(count) FROM archive WHERE fate = 'rejected' "
-                "GROUP BY 1, 2) GROUP BY 1, 2 ORDER BY 1, 2"
-            ).fetchall()
-            result: dict[PeerId, dict[str, int]] = {}
-            for row in found:
-                peer_id, reason, count = cast("tuple[PeerId, str, int]", row)
-                result.setdefault(peer_id, {})[reason] = count
-            return result
+        def work(rows: Rows) -> int:
+            # Not sum(): a thousand who boast make more than its 64 bits hold.
+            found = rows.execute("SELECT total(relayed_bytes) FROM members").fetchone()
+            assert found is not None
+            return int(cast("float", found[0]))
 
         return await self._store.transact(work)
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.book import Book
 from coordinator.config import WeightsSection
-from coordinator.payloads import Kept, assemble, blob_name
+from coordinator.payloads import Kept, blob_name
 from coordinator.schema import PayloadRow
 from echo2p2p.errors import IntegrityError, StoreError
 from echo2p2p.ids import DIGEST_BYTES, Digest, Generation, ManifestId, RunId, Step, Version
@@ -130,10 +130,10 @@ class Catalogue:
         signed = sign_record(self._key, header)
         identity = manifest_id(signed)
         await self._blobs.put(blob_name(identity), payload)
-        # Served from the file: the system may drop its pages while nobody asks for them.
-        mapped = await self._blobs.map(blob_name(identity))
+        # Served from the disk: in memory it would only stand in the way of everything else.
+        stored = await self._blobs.find(blob_name(identity))
         try:
-            assembly = await self._offload.run(partial(assemble, header, mapped))
+            assembly = await self._offload.run(partial(Assembly.stored, header, stored))
         except IntegrityError as error:
             detail = f"the disk gives back other bytes than were written ({error})"
             raise StoreError(f"{detail}: look at the system's log") from error

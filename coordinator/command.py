@@ -101,20 +101,25 @@ async def run(
         )
         recorder = stack.enter_context(closing(Recorder(folder, SystemClock(), journal)))
         teller = Teller(folder, settings, screen if flags.shows_progress else None, recorder)
-        async with machine(settings, journal) as ports:
-            app = CoordinatorApp(
-                settings,
-                ports,
-                tls=settings.server.uses_tls,
-                on_opened=teller.opened,
-                on_step=teller.stepped,
-                on_start=teller.starting,
-            )
-            async with trio.open_nursery() as nursery:
-                if live:
-                    nursery.start_soon(teller.draw, app)
-                summary = await app.run()
-                nursery.cancel_scope.cancel()
+        try:
+            async with machine(settings, journal) as ports:
+                app = CoordinatorApp(
+                    settings,
+                    ports,
+                    tls=settings.server.uses_tls,
+                    on_opened=teller.opened,
+                    on_step=teller.stepped,
+                    on_start=teller.starting,
+                )
+                async with trio.open_nursery() as nursery:
+                    if live:
+                        nursery.start_soon(teller.draw, app)
+                    summary = await app.run()
+                    nursery.cancel_scope.cancel()
+        except (EchoError, BaseExceptionGroup):
+            if teller.steps:  # why it failed may be seen in how it went
+                teller.say(await _plotted(folder, journal))
+            raise
         write_json(folder / "summary.json", summary)
         trained = await trio.to_thread.run_sync(export_trained, folder)
         if trained is not None:
@@ -155,6 +160,8 @@ class Teller:
         self._screen = screen
         self._recorder = recorder
         self._url = ""
+        self.steps = 0
+        """Done in this life."""
 
     def say(self, line: str) -> None:
         """Show a line."""
@@ -172,6 +179,7 @@ class Teller:
     def stepped(self, view: StepView) -> None:
         """A step is done."""
         self._recorder.step(view.record, view.version)
+        self.steps += 1
         if self._screen is not None and not self._screen.live:
             self.say(progress_line(view))
 

@@ -69,6 +69,8 @@ class ServerSection(Section):
     """TCP port of the coordinator's own relay; 0 takes a free one."""
     relay_public_host: str | None = None
     """How peers reach the relay, if not by the host of `public_url`, or `host`."""
+    relay_public_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port by which peers reach the relay, where a router maps another one to `relay_port`."""
     tls: Literal["auto", "on", "off"] = "auto"
     """``auto``: off on loopback, on elsewhere."""
 

@@ -19,6 +19,7 @@ from coordinator.book import Book
 from coordinator.leases import LeaseDesk
 from coordinator.membership import MEMBERS_MAX, Member
 from coordinator.run_state import RunState
+from coordinator.schema import DamagedRow
 from coordinator.task_keeper import Answer, TaskKeeper
 from coordinator.task_port import Done, Turn
 from echo2p2p.ids import LeaseId, PeerId
@@ -104,6 +105,9 @@ class Intake:
         """Take up the accepted uploads that no step has consumed."""
         expect = self._state.expectation()
         for row in await self._book.queued():
+            if isinstance(row, DamagedRow):
+                await self._desk.give_up(row, Place.QUEUED)
+                continue
             group = check_upload(row.upload, row.lease, row.seed, row.peer_id, expect)
             if isinstance(group, Refused):
                 # It was fit when it was accepted; only a rollback can have changed that.

@@ -20,7 +20,7 @@ from coordinator.book import Book
 from coordinator.config import RolloutsSection
 from coordinator.membership import Member, State
 from coordinator.run_state import RunState
-from coordinator.schema import OpenLease
+from coordinator.schema import DamagedRow, OpenLease
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import Opening, TaskInfo
 from echo2p2p.errors import ChildError, ConfigError
@@ -36,6 +36,8 @@ from echo2p2p.wire.messages import Lease, LeaseRequest, Sampling
 LEASES_ISSUED: Final = "leases.issued"
 LEASES_ENDED: Final = "leases.ended"
 ITEM_FAILED: Final = "item.failed"
+LEASE_DAMAGED: Final = "lease.damaged"
+"""The disk gave back other bytes of it, or of its upload, than were written."""
 RETURNED_MAX: Final = 100_000
 """Prompts waiting to be handed out again; the oldest are forgotten beyond that."""
 PROMPT_BYTES_PER_TOKEN: Final = 4
@@ -95,7 +97,16 @@ class LeaseDesk:
         self._next_item = int(stored) if stored else 0
         deadline_s = trio.current_time() + self._settings.lease_timeout_s
         for lease in await self._book.open_leases():
+            if isinstance(lease, DamagedRow):
+                await self.give_up(lease, Place.IN_FLIGHT)
+                continue
             self._held[LeaseId(lease.lease.lease_id)] = _Held(lease, deadline_s)
+
+    async def give_up(self, row: DamagedRow, place: Place) -> None:
+        """Reject what the disk has damaged; its prompt is handed out again."""
+        await self._book.reject([(row.lease_id, row.samples)], place, Reason.DAMAGED)
+        self._journal.event(LEASE_DAMAGED, peer=row.peer_id, lease=row.lease_id, was=place.value)
+        self.give_back(row.seed)
 
     # --- granting -----------------------------------------------------------------------------
 

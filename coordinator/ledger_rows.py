@@ -1,12 +1,15 @@
 """The ledger in the store: counters by event, and the same figures counted from the leases' rows.
 
-Both are functions on a transaction; `coordinator.book` calls them. They must agree at any time.
+Both are functions on a transaction; `coordinator.book` calls them. They must agree at any time. So
+must what the rows say of each peer.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Final, cast
 
+from coordinator.schema import Standing
+from echo2p2p.ids import PeerId
 from echo2p2p.net.ports import Rows
 from echo2p2p.rollouts.ledger import Balance, Moved, Place
 
@@ -62,3 +65,36 @@ def recount(rows: Rows) -> Balance:
         in_flight=places[Place.IN_FLIGHT],
         rejected=dict(sorted(rejected.items())),
     )
+
+
+_STANDINGS: Final = """
+WITH counts AS (
+    SELECT peer_id, fate, coalesce(reason, '') AS reason, sum(samples) AS count
+    FROM leases GROUP BY 1, 2, 3
+    UNION ALL SELECT peer_id, fate, reason, count FROM archive
+), good AS (
+    SELECT peer_id, sum(count) AS accepted FROM counts
+    WHERE fate IN ('trained', 'queued') GROUP BY 1
+), shown AS (
+    SELECT peer_id, name, relayed_bytes FROM members LEFT JOIN good USING (peer_id)
+    ORDER BY live DESC, coalesce(accepted, 0) DESC, peer_id
+    LIMIT ? + (SELECT count(*) FROM members WHERE live)
+)
+SELECT peer_id, name, relayed_bytes, fate, reason, sum(count)
+FROM shown LEFT JOIN counts USING (peer_id) GROUP BY 1, 4, 5 ORDER BY 1, 4, 5
+"""
+
+
+def standings(rows: Rows, gone_max: int) -> list[Standing]:
+    """Return how peers stand; see `coordinator.book.Book.standings`."""
+    shown: dict[PeerId, Standing] = {}
+    for row in rows.execute(_STANDINGS, (gone_max,)).fetchall():
+        peer_id, name, relayed, fate, reason, count = cast(
+            "tuple[PeerId, str, int, str | None, str, int]", row
+        )
+        one = shown.setdefault(peer_id, Standing(peer_id, name, relayed, {}, {}))
+        if fate is not None:
+            one.fates[fate] = one.fates.get(fate, 0) + count
+        if fate == Place.REJECTED.value:
+            one.reasons[reason] = count
+    return list(shown.values())

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Final
 
+from echo2p2p.broadcast.deal import RATE_ASSUMED_BYTES_PER_S
 from echo2p2p.ids import Incarnation, PeerId, Version
-from echo2p2p.wire.messages import Address, Heartbeat, JoinRequest, Measurements
+from echo2p2p.net.shaping import DAY_S, RATE_BYTES_PER_S_MIN
+from echo2p2p.wire.messages import Address, Caps, Heartbeat, JoinRequest, Measurements
 
 MEMBERS_MAX: Final = 10_000
 """Live members; beyond it a join is told to come back."""
@@ -82,6 +85,9 @@ class Member:
     measurements: Measurements = NO_MEASUREMENTS
     price_usd_per_hour: float = 0.0
     available_s: float | None = None
+    uplink_bytes_per_s: float = RATE_ASSUMED_BYTES_PER_S
+    """See `uplink_of`."""
+    relays: bool = True
     holdings: frozenset[bytes] = field(default_factory=frozenset)
 
     def moved(self, state: State) -> Member:
@@ -90,6 +96,22 @@ class Member:
             return self
         assert state in _NEXT[self.state], (self.state, state)
         return replace(self, state=state)
+
+
+def uplink_of(caps: Caps) -> float:
+    """Return what a peer may be expected to send, in bytes per second, from what it is allowed.
+
+    A limit can only make it less: how fast its line is nobody knows yet. Of a day's bytes, both
+    ways, half are counted on for sending.
+    """
+    allowed = [RATE_ASSUMED_BYTES_PER_S]
+    if caps.upload_bytes_per_s is not None:
+        allowed.append(caps.upload_bytes_per_s)
+    if caps.bytes_per_day is not None:
+        allowed.append(caps.bytes_per_day / 2 / DAY_S)
+    if not all(map(isfinite, allowed)):
+        return RATE_BYTES_PER_S_MIN  # a stranger's number
+    return max(RATE_BYTES_PER_S_MIN, min(allowed))
 
 
 @dataclass(frozen=True)
@@ -179,6 +201,7 @@ class Membership:
             engine=request.engine,
             state=State.JOINING,
             term_end_s=now + self._term_s,
+            uplink_bytes_per_s=uplink_of(request.caps),
         )
         self._live[peer_id] = member
         self._by_credential[credential] = peer_id
@@ -207,6 +230,7 @@ class Membership:
             measurements=beat.measurements,
             price_usd_per_hour=beat.price_usd_per_hour,
             available_s=beat.available_s,
+            relays=beat.relays,
             holdings=frozenset(beat.holdings),
         )
         self._live[peer_id] = member

@@ -127,8 +127,8 @@ class PayloadStore:
         header: ManifestHeader | None = None
         try:
             header = self._open_manifest(row.signed)
-            payload = await self._blobs.map(blob_name(identity))
-            assembly = await self._offload.run(partial(assemble, header, payload))
+            stored = await self._blobs.find(blob_name(identity))
+            assembly = await self._offload.run(partial(Assembly.stored, header, stored))
         except (StoreError, IntegrityError, RemoteProtocolError) as error:
             return _Damaged(link, row.signed, header, str(error))
         return Kept(link, row.signed, header, assembly)
@@ -156,11 +156,12 @@ class PayloadStore:
         for work in works:
             payload = await self._offload.run(work)
             try:
-                await self._offload.run(partial(assemble, header, payload))
+                await self._offload.run(partial(_check, header, payload))
             except IntegrityError:
                 continue
             await self._blobs.put(name, payload)
-            assembly = assemble(header, await self._blobs.map(name))
+            stored = await self._blobs.find(name)
+            assembly = await self._offload.run(partial(Assembly.stored, header, stored))
             return Kept(link, item.signed, header, assembly)
         return None  # another release of the codec made it
 
@@ -180,8 +181,8 @@ class PayloadStore:
         return bits if digest == wanted else None
 
 
-def assemble(header: ManifestHeader, payload: bytes | memoryview) -> Assembly:
-    """Compare a payload with its manifest; the result shares its memory.
+def _check(header: ManifestHeader, payload: bytes) -> None:
+    """Compare a payload with its manifest.
 
     Raises:
         IntegrityError: It is another one.
@@ -190,7 +191,7 @@ def assemble(header: ManifestHeader, payload: bytes | memoryview) -> Assembly:
         index = chunks.split(payload, header.chunk_bytes).index
     except LocalProtocolError as error:
         raise IntegrityError(str(error)) from error
-    return Assembly.whole(header, payload, index)
+    Assembly.whole(header, payload, index)
 
 
 def _place(base: Version | None) -> int:

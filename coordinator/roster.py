@@ -6,6 +6,7 @@ of members changes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -14,7 +15,16 @@ import trio
 from coordinator.book import Book
 from coordinator.config import MembershipSection
 from coordinator.leases import LeaseDesk
-from coordinator.membership import Duplicate, Full, Joined, Member, Membership, State, Wait
+from coordinator.membership import (
+    Duplicate,
+    Full,
+    Joined,
+    Member,
+    Membership,
+    State,
+    Wait,
+    uplink_of,
+)
 from coordinator.run_state import RunState
 from coordinator.schema import MemberRow, stored
 from echo2p2p.broadcast.overlay import DEGREE, Neighbours, plan_overlay
@@ -73,7 +83,9 @@ class Roster:
         clock: WallClock,
         entropy: Entropy,
         journal: Journal,
+        on_uplinks: Callable[[Mapping[PeerId, float]], None],
     ) -> None:
+        self._on_uplinks = on_uplinks
         self._members = members
         self._settings = settings
         self._book = book
@@ -125,6 +137,7 @@ class Roster:
                     engine=request.engine,
                     state=State.JOINING,
                     term_end_s=0.0,
+                    uplink_bytes_per_s=uplink_of(request.caps),
                 )
                 self._members.restore(member, trio.current_time())
         self._replan()
@@ -197,6 +210,8 @@ class Roster:
             return None
         if renewed.state is State.ACTIVE and member.state is not State.ACTIVE:
             self._journal.event(PEER_READY, peer=member.peer_id, version=beat.version)
+        if renewed.relays != member.relays:
+            self._tell_uplinks()
         if (renewed.state, renewed.version) != (member.state, member.version):
             self._state.notify_member(member.peer_id)  # its polls for work look again
         return renewed
@@ -232,12 +247,10 @@ class Roster:
             await self._desk.end_peer(member.peer_id, member.incarnation)
         self._state.notify()
 
-    async def traffic(self) -> dict[PeerId, int]:
-        """Return the chunk bytes that each peer ever relayed, by its own account."""
-        total = {row.peer_id: row.relayed_bytes for row in await self._book.members()}
-        for member in self._members.live():
-            total[member.peer_id] = total.get(member.peer_id, 0) + member.measurements.relayed_bytes
-        return total
+    async def relayed_bytes(self) -> int:
+        """Return the chunk bytes that all peers ever relayed, by their own account."""
+        past = await self._book.relayed_bytes()
+        return past + sum(member.measurements.relayed_bytes for member in self._members.live())
 
     # --- plans --------------------------------------------------------------------------------
 
@@ -266,10 +279,24 @@ class Roster:
         """Plan the overlay anew from the links that there are."""
         self._overlay = plan_overlay(
             [
-                OverlayMember(member.peer_id, capacity=1.0, dialable=member.relay is not None)
+                OverlayMember(
+                    member.peer_id,
+                    capacity=member.uplink_bytes_per_s,
+                    dialable=member.relay is not None,
+                )
                 for member in self._members.live()
             ],
             degree=DEGREE,
             rng=self._overlay_rng,
             keep={peer_id: set(others) for peer_id, others in self._overlay.items()},
+        )
+        self._tell_uplinks()
+
+    def _tell_uplinks(self) -> None:
+        """Say what the source may count on when it chooses who passes a chunk on."""
+        self._on_uplinks(
+            {
+                member.peer_id: member.uplink_bytes_per_s if member.relays else 0.0
+                for member in self._members.live()
+            }
         )

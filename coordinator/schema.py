@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from echo2p2p.errors import RemoteProtocolError, StoreError
-from echo2p2p.ids import Generation, Incarnation, PeerId, Step, Version
+from echo2p2p.ids import (
+    Digest,
+    Generation,
+    Incarnation,
+    LeaseId,
+    PeerId,
+    Step,
+    Version,
+    digest_of,
+)
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import Lease, Message, Signed, Upload
 
@@ -50,14 +60,20 @@ MIGRATIONS: Final[tuple[str, ...]] = (
         PRIMARY KEY (source, target, reason)
     ) STRICT;
     """,
+    """
+    ALTER TABLE leases ADD COLUMN lease_digest BLOB;
+    ALTER TABLE leases ADD COLUMN upload_digest BLOB;
+    """,
 )
+"""A row from before a column was there has NULL in it: nothing to compare with."""
 
 
 def stored(data: bytes, kind: type[MessageT]) -> MessageT:
     """Return a message that we have stored ourselves.
 
     Raises:
-        StoreError: It is damaged. SQLite notices damaged pages, but not a wrong byte in a value.
+        StoreError: It is damaged. SQLite notices damaged pages, but not a wrong byte in a value;
+            where that could be trained on, digests do.
     """
     try:
         return codec.decode(data, kind)
@@ -76,8 +92,23 @@ class MemberRow:
     credential: bytes
     """Digest of the credential, never the credential itself."""
     join_body: bytes
+    """Empty once it is gone: another incarnation sends its own."""
     live: bool
     relayed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a peer did in all its lives, and what became of it."""
+
+    peer_id: PeerId
+    name: str
+    relayed_bytes: int
+    """In the lives that are over."""
+    fates: dict[str, int]
+    """Trajectories by `echo2p2p.rollouts.ledger.Place`."""
+    reasons: dict[str, int]
+    """The rejected ones by reason."""
 
 
 @dataclass(frozen=True)
@@ -119,3 +150,56 @@ class OpenLease:
     peer_id: PeerId
     incarnation: Incarnation
     seed: int
+
+
+@dataclass(frozen=True)
+class DamagedRow:
+    """A lease in flight or queued, of which a byte is not what was written."""
+
+    lease_id: LeaseId
+    peer_id: PeerId
+    seed: int
+    samples: int
+
+
+def lease_digest(lease: bytes, seed: int) -> Digest:
+    """Return what is stored beside a lease's encoding and its item's seed."""
+    return digest_of(lease + seed.to_bytes(8, "little", signed=True))
+
+
+OPEN_ROWS: Final = (
+    "SELECT lease_id, peer_id, seed, samples, lease, lease_digest, incarnation "
+    "FROM leases WHERE fate = 'in_flight' ORDER BY rowid"
+)
+QUEUED_ROWS: Final = (
+    "SELECT lease_id, peer_id, seed, samples, lease, lease_digest, upload, upload_digest "
+    "FROM leases WHERE fate = 'queued' ORDER BY rowid"
+)
+
+
+def read_open(row: Sequence[object]) -> OpenLease | DamagedRow:
+    """Return a lease in flight, from `OPEN_ROWS`."""
+    damaged, data, digest = _read_named(row)
+    if digest is not None and digest != lease_digest(data, damaged.seed):
+        return damaged
+    incarnation = cast("Incarnation", row[6])
+    return OpenLease(stored(data, Lease), damaged.peer_id, incarnation, damaged.seed)
+
+
+def read_queued(row: Sequence[object]) -> QueuedRow | DamagedRow:
+    """Return an accepted upload, from `QUEUED_ROWS`."""
+    damaged, data, digest = _read_named(row)
+    upload, upload_digest = cast("tuple[bytes, bytes | None]", row[6:])
+    if (digest is not None and digest != lease_digest(data, damaged.seed)) or (
+        upload_digest is not None and upload_digest != digest_of(upload)
+    ):
+        return damaged
+    lease, answer = stored(data, Lease), stored(upload, Upload)
+    return QueuedRow(lease, damaged.peer_id, damaged.seed, answer)
+
+
+def _read_named(row: Sequence[object]) -> tuple[DamagedRow, bytes, bytes | None]:
+    lease_id, peer_id, seed, samples, data, digest = cast(
+        "tuple[LeaseId, PeerId, int, int, bytes, bytes | None]", row[:6]
+    )
+    return DamagedRow(lease_id, peer_id, seed, samples), data, digest

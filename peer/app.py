@@ -299,14 +299,14 @@ class PeerApp:
         settings, ports = self._settings, self._ports
         holder: list[RelayNode] = []
 
-        async def accept(stream: trio.abc.Stream) -> None:
+        async def accept(stream: trio.abc.Stream, host: str) -> None:
             if holder:
-                await holder[0].accept(stream)
+                await holder[0].accept(stream, host)
 
         bind = Endpoint(settings.relay.host, settings.relay.port)
         first = TlsClient(authority=trust.authority) if self._tls else None
         async with ports.streams.listen(bind, accept) as real:
-            address = _public(settings, real)
+            address = public_address(settings, real)
             async with self._http.connect(settings.url, first) as http:
                 reply = await self._patiently(lambda: self._join(http, csr, address))
             journal = ports.journal.bind(peer=reply.peer_id[:8])
@@ -429,9 +429,9 @@ def _other_scheme(url: str) -> str:
     return urlunsplit(parts._replace(scheme="http" if parts.scheme == "https" else "https"))
 
 
-def _public(settings: PeerSettings, real: Endpoint) -> Address | None:
-    """Return where others can dial us, or ``None`` if they cannot."""
+def public_address(settings: PeerSettings, real: Endpoint) -> Address | None:
+    """Return where others can dial us, or ``None`` if they cannot; ``real`` is what was bound."""
     host = settings.relay.public_host or real.host
     if host in {"0.0.0.0", "::", ""}:  # noqa: S104 compared, not bound
         return None
-    return Address(host=host, port=real.port)
+    return Address(host=host, port=settings.relay.public_port or real.port)

@@ -94,6 +94,8 @@ class RelaySection(Section):
     public_host: str | None = None
     """Name or address that others dial; default: ``host`` where that is a real address, else
     this peer accepts no connection and dials out only."""
+    public_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port that others dial, where a router maps another one to ``port``; default: ``port``."""
 
 
 class EngineSection(Section):

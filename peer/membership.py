@@ -258,6 +258,7 @@ class Membership:
             state="warming" if version is None else "ready",
             version=version,
             holdings=list(self.relay.holds()),
+            relays=self.relay.relaying,
             measurements=Measurements(
                 relayed_bytes=traffic.relayed_bytes,
                 received_bytes=traffic.received_bytes,

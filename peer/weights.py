@@ -183,7 +183,8 @@ class Follower:
         for signed, header in zip(path, headers, strict=True):
             self._relay.follow(signed, push=is_step(header))
         for number, (signed, header) in enumerate(zip(path, headers, strict=True)):
-            identity = manifest_id(signed)
+            # Again: it may have been one that we kept for others, and let go for one before it.
+            identity = self._relay.follow(signed, push=is_step(header))
             try:
                 apply = await self._fetch(identity, header)
                 if apply is None:  # too old by now: ask for another path

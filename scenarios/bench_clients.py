@@ -125,6 +125,7 @@ class Client:
                 state="ready",
                 version=0,
                 holdings=[],
+                relays=True,
                 measurements=NO_MEASUREMENTS,
                 price_usd_per_hour=0.0,
                 available_s=None,

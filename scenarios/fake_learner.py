@@ -44,6 +44,7 @@ class LearnerFaults:
     hang_at_step: int | None = None
     die_at_save: int | None = None
     """While it saves at this step: no checkpoint."""
+    hang_at_save: int | None = None
 
 
 _STEP_BYTES: Final = 8
@@ -182,6 +183,8 @@ class FakeLearner:
 
     async def save(self, folder: Path) -> Step:
         """See `Learner`."""
+        if self._step == self._faults.hang_at_save:
+            await self._life.hang(self._timeout_s, "save")
         if self._step == self._faults.die_at_save:
             await self._life.spend(self._save_s / 2)
             self.kill()

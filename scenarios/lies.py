@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,7 +23,7 @@ import trio
 
 from echo2p2p.errors import RemoteProtocolError
 from echo2p2p.ids import ManifestId, manifest_id_of
-from echo2p2p.net.ports import Endpoint, Streams
+from echo2p2p.net.ports import Accept, Endpoint, Streams
 from echo2p2p.weights.manifest import chunk_count
 from echo2p2p.wire import codec
 from echo2p2p.wire.arrays import from_tokens
@@ -118,14 +118,12 @@ class WatchedStreams:
         """See `Streams`."""
         return self._watch(await self._inner.dial(endpoint, timeout_s=timeout_s))
 
-    def listen(
-        self, endpoint: Endpoint, accept: Callable[[trio.abc.Stream], Awaitable[None]]
-    ) -> AbstractAsyncContextManager[Endpoint]:
+    def listen(self, endpoint: Endpoint, accept: Accept) -> AbstractAsyncContextManager[Endpoint]:
         """See `Streams`."""
 
         @contextlib.asynccontextmanager
         async def listening() -> AsyncIterator[Endpoint]:
-            async with self._inner.listen(endpoint, lambda s: accept(self._watch(s))) as real:
+            async with self._inner.listen(endpoint, lambda s, h: accept(self._watch(s), h)) as real:
                 yield Endpoint("", real.port) if self._hides else real
 
         return listening()

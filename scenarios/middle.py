@@ -8,7 +8,7 @@ life. It knows nothing of HTTP: tests put `coordinator.api.Api` in front where t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from coordinator.run_state import RunState
 from coordinator.schema import MIGRATIONS, VersionRow
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import TaskSetup, TaskWorker
-from echo2p2p.ids import Generation, Step, Version
+from echo2p2p.ids import Generation, PeerId, Step, Version
 from echo2p2p.limits import PROTOCOL
 from echo2p2p.net.ports import Store
 from echo2p2p.net.trust import CertificateAuthority, PeerIdentity, RunKeys, fingerprint, join_proof
@@ -85,7 +85,14 @@ class Bench:
     keys: RunKeys
     entropy: SimEntropy
     journal: TraceJournal
+    told: list[Mapping[PeerId, float]]
+    """What the source was told of uplinks, each time."""
     identities: dict[str, PeerIdentity] = field(default_factory=dict)
+
+    @property
+    def uplinks(self) -> Mapping[PeerId, float]:
+        """What the source knows of uplinks."""
+        return self.told[-1]
 
     # --- the learner's part -------------------------------------------------------------------
 
@@ -187,6 +194,7 @@ def heartbeat(
         state="warming" if version is None else "ready",
         version=version,
         holdings=[],
+        relays=True,
         measurements=measurements,
         price_usd_per_hour=0.0,
         available_s=None,
@@ -309,6 +317,7 @@ async def _build(
         journal=journal,
     )
     clock = SimClock()
+    told: list[Mapping[PeerId, float]] = []
     roster = Roster(
         members=members,
         settings=membership,
@@ -322,8 +331,9 @@ async def _build(
         clock=clock,
         entropy=entropy,
         journal=journal,
+        on_uplinks=told.append,
     )
-    bench = Bench(book, state, desk, queue, intake, tasks, roster, keys, entropy, journal)
+    bench = Bench(book, state, desk, queue, intake, tasks, roster, keys, entropy, journal, told)
     versions = await book.versions()
     for row in versions:
         state.add_version(row.version, row.step, dead=row.dead)

@@ -125,6 +125,7 @@ class Client:
                 state="warming" if self._version is None else "ready",
                 version=self._version,
                 holdings=[],
+                relays=True,
                 measurements=NO_MEASUREMENTS,
                 price_usd_per_hour=0.0,
                 available_s=None,

@@ -189,11 +189,13 @@ class World:
             if nemesis is not None:
                 nursery.start_soon(nemesis, self)
             nursery.start_soon(self._stop_in_time)
-            await self._keep_coordinator()
-            self.ended.set()
-            with trio.move_on_after(GOODBYE_S):
-                while any(machine.running for machine in self.machines.values()):
-                    await self._over.park()
+            try:
+                await self._keep_coordinator()
+            finally:  # peers hear of a failed run too, and come to their own end
+                self.ended.set()
+                with trio.move_on_after(GOODBYE_S):
+                    while any(machine.running for machine in self.machines.values()):
+                        await self._over.park()
             nursery.cancel_scope.cancel()
         self.watch.look_back(self.disk.look(STORE))
 
@@ -274,6 +276,7 @@ class World:
             save_s=spec.learner_save_s,
             changed_share=spec.learner_changed_share,
             finds=spec.learner_finds,
+            timeout_s=spec.settings.learner.step_timeout_s,
             faults=faults[lives] if lives < len(faults) else None,
             history=lambda what, step, names: self.history.append((what, step, names)),
         )

@@ -57,6 +57,8 @@ class RelayRates:
 
     def __init__(self) -> None:
         self._rates: dict[PeerId, BusyRate] = {}
+        self.allowed: Mapping[PeerId, float] = {}
+        """What its owner lets a relay send, bytes per second, where that is known."""
 
     def of(self, relay: PeerId) -> BusyRate:
         """Return the relay's meter."""
@@ -72,10 +74,19 @@ class RelayRates:
         return sum(known) / len(known) if known else None
 
     def estimate(self, relay: PeerId) -> float:
-        """Return bytes per second, above 0: measured, or the others' mean, or assumed."""
+        """Return bytes per second, above 0: measured, or the others' mean, or assumed.
+
+        Before it is measured, no more than it is allowed.
+        """
         mean = self.mean() or RATE_ASSUMED_BYTES_PER_S
         own = self.of(relay).bytes_per_s
-        return mean if own is None else max(own, mean / 1000)
+        if own is None:
+            own = min(mean, self.allowed.get(relay, mean))
+        return max(own, mean / 1000)
+
+    def relays(self, relay: PeerId) -> bool:
+        """Return whether it passes anything on; one of which nothing is known does."""
+        return self.allowed.get(relay, 1.0) > 0
 
     def patient(self, relay: PeerId) -> float:
         """Return the rate by which its lateness is judged, bytes per second."""
@@ -196,13 +207,17 @@ class Dealer:
             if self._announced[index] or not lacking:
                 self._undealt.popleft()
                 continue
-            options = [relay for relay in ready if relay in lacking]
+            # To one that passes nothing on only if there is nobody else: the others would wait.
+            willing = [relay for relay in lacking if self._rates.relays(relay)] or lacking
+            options = [relay for relay in ready if relay in willing]
             if not options:
                 self._undealt.rotate(-1)
                 continue
             others = len(lacking) - 1
             copies = others if fanout is None else min(others, fanout)
             relay = min(options, key=lambda relay: self._expected(relay, copies))
+            if not self._rates.relays(relay):
+                copies = 0
             self._undealt.popleft()
             state = self._relays[relay]
             state.owed += copies

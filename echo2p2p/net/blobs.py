@@ -8,11 +8,11 @@ start. A name is never a path: it comes from a small alphabet, and starts with a
 from __future__ import annotations
 
 import itertools
-import mmap
 import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -37,6 +37,29 @@ def checked_name(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise LocalProtocolError(f"not a blob name: {name[:40]!r}")
     return name
+
+
+@dataclass(frozen=True)
+class FileBytes:
+    """`StoredBytes` of one file.
+
+    Read, not mapped: a disk that fails under a mapping ends the process without a word (SIGBUS),
+    or looks like a broken connection (EFAULT) when the system itself reads from it.
+    """
+
+    path: Path
+    length: int
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return a part; see `StoredBytes`."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                data = os.pread(file.fileno(), length, start)
+        except OSError as error:
+            raise disk_error(f"read {self.path}", error) from error
+        if len(data) != length:
+            raise StoreError(f"cannot read {self.path}: it was cut short: start again")
+        return data
 
 
 class FileBlobs:
@@ -76,13 +99,13 @@ class FileBlobs:
         """
         return await self._read(name, Path.read_bytes)
 
-    async def map(self, name: str) -> memoryview:
-        """Return the whole content as pages of the file, which nobody else may cut short.
+    async def find(self, name: str) -> FileBytes:
+        """Return the content without loading it.
 
         Raises:
             StoreError: There is none, or the disk refused.
         """
-        return await self._read(name, _map)
+        return await self._read(name, lambda path: FileBytes(path, path.stat().st_size))
 
     async def _read(self, name: str, read: Callable[[Path], T]) -> T:
         path = self._folder / checked_name(name)
@@ -115,13 +138,6 @@ class FileBlobs:
             return await trio.to_thread.run_sync(work, limiter=self._limiter)
         except OSError as error:
             raise disk_error(doing, error) from error
-
-
-def _map(path: Path) -> memoryview:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return memoryview(b"")  # nothing cannot be mapped
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _write_whole(unfinished: Path, path: Path, data: bytes | bytearray | memoryview) -> None:

@@ -46,7 +46,7 @@ from echo2p2p.net.child_worker import (
     encode_body,
     encode_frame,
 )
-from echo2p2p.net.process_memory import tree_memory
+from echo2p2p.net.process_memory import process_tree, tree_memory
 
 T = TypeVar("T")
 
@@ -234,11 +234,12 @@ class ChildProcess:
         """Send, then read until the answer; another task reads the child's output meanwhile."""
         answer: Reply | Failure | None = None
         lost = ""
-        output_ended, overgrown = trio.Event(), trio.Event()
+        output_ended, overgrown, gone = trio.Event(), trio.Event(), trio.CancelScope()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read_output, output_ended)
             nursery.start_soon(self._watch_memory, overgrown)
-            with trio.move_on_after(inf if timeout_s is None else timeout_s) as limit:
+            nursery.start_soon(self._watch_end, gone)
+            with gone, trio.move_on_after(inf if timeout_s is None else timeout_s) as limit:
                 try:
                     await stream.send_all(frame)
                     while answer is None:
@@ -254,6 +255,8 @@ class ChildProcess:
                     lost = f"sent something else than an answer: {error}"
                 except trio.TooSlowError:
                     lost = f"gave no sign of life for {silence_s} s during {method!r}"
+            if gone.cancelled_caught:
+                lost = "died"
             if limit.cancelled_caught:
                 lost = f"did not finish {method!r} within {timeout_s} s"
             elif lost == "died":
@@ -269,6 +272,21 @@ class ChildProcess:
             raise self._error(self._broken)
         return answer
 
+    async def _watch_end(self, gone: trio.CancelScope) -> None:
+        """Give the call up when the child has ended without an end of file on its socket.
+
+        A process that it has forked may hold that open for ever.
+        """
+        assert self._process is not None
+        with contextlib.suppress(OSError):  # an old kernel: then limits of time must do
+            descriptor = os.pidfd_open(self._process.pid)
+            try:
+                await trio.lowlevel.wait_readable(descriptor)
+            finally:
+                os.close(descriptor)
+            await trio.sleep(GOODBYE_S)  # for an answer that it gave before
+            gone.cancel()
+
     async def _watch_memory(self, overgrown: trio.Event) -> None:
         """Kill it when it has grown too large; the call under way then sees its end."""
         process, most = self._process, self._memory_max_bytes
@@ -278,7 +296,7 @@ class ChildProcess:
         while True:
             if tree_memory(process.pid).private_bytes > most:
                 overgrown.set()
-                _kill_group(process.pid)
+                _kill_all(process.pid, _hold_descendants(process.pid))
                 return
             await trio.sleep(MEMORY_LOOK_S)
 
@@ -346,7 +364,7 @@ class ChildProcess:
         """End it: politely if it is idle, at once if it is busy. Idempotent.
 
         Shielded, and over within `CLOSE_S` whatever the child does; it is dead and reaped then,
-        and so is all of its process group.
+        and so are all of its process group and all of its descendants.
         """
         if self._closing:
             await self._closed.wait()
@@ -366,6 +384,7 @@ class ChildProcess:
             return
         assert process.stdout is not None
         idle = self._idle.is_set()
+        descendants = _hold_descendants(process.pid)
         if idle and self._broken is None:
             try:
                 await stream.send_eof()
@@ -377,7 +396,7 @@ class ChildProcess:
             os.close(self._lifeline)
             self._lifeline = None
         # Before the leader is reaped: until then its id cannot belong to anybody else.
-        _kill_group(process.pid)
+        _kill_all(process.pid, descendants)
         await process.wait()
         if idle:
             with trio.move_on_after(GOODBYE_S):
@@ -388,10 +407,23 @@ class ChildProcess:
         await process.stdout.aclose()
 
 
-def _kill_group(pid: int) -> None:
-    """Kill a child that leads its group, and all in it; it is not reaped yet."""
+def _hold_descendants(pid: int) -> list[int]:
+    """Return a descriptor of each; by its id one could not be found once its parent is dead."""
+    held = []
+    for each in list(process_tree(pid))[1:]:
+        with contextlib.suppress(OSError):
+            held.append(os.pidfd_open(each))
+    return held
+
+
+def _kill_all(pid: int, descendants: list[int]) -> None:
+    """Kill a child that leads its group, all in it, and its descendants; it is not reaped yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+    for each in descendants:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(each, signal.SIGKILL)
+        os.close(each)
 
 
 class _LostError(Exception):

@@ -2,8 +2,8 @@
 
 A child (engine, learner, task worker) has one socket for messages and one *lifeline*: a pipe that
 the parent holds open and never writes to. A watchdog thread waits on the lifeline and ends the
-whole process group as soon as it reaches end of file, so that even ``kill -9`` of the parent, in
-the middle of a long computation, leaves nothing behind. (The kernel's parent-death signal is no
+whole family as soon as it reaches end of file, so that even ``kill -9`` of the parent, in the
+middle of a long computation, leaves nothing behind. (The kernel's parent-death signal is no
 use here: it fires when the *thread* that spawned the child ends, and trio spawns from a worker
 thread.) The watchdog needs the interpreter lock for an instant; C code that holds it for minutes
 delays the end by as much.
@@ -38,6 +38,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from echo2p2p.errors import ConfigError
+from echo2p2p.net.process_memory import process_tree
 
 ENVIRONMENT_KEY: Final = "ECHO2P2P_CHILD_FDS"
 """Carries the two descriptors: message socket and lifeline."""
@@ -185,7 +186,10 @@ def connect() -> Channel:
 def _watch(lifeline: int) -> None:
     while os.read(lifeline, 1):
         pass
-    if os.getpgrp() == os.getpid():  # our own group: takes our children (vLLM's workers) along
+    for each in list(process_tree(os.getpid()))[1:]:  # vLLM's workers, in whatever session
+        with contextlib.suppress(OSError):
+            os.kill(each, signal.SIGKILL)
+    if os.getpgrp() == os.getpid():  # our own group
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 

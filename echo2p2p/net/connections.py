@@ -18,6 +18,7 @@ import trio
 from echo2p2p.errors import LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE, ManifestId, PeerId
 from echo2p2p.limits import NEIGHBOURS_MAX, Fill
+from echo2p2p.net.crowd import Crowd
 from echo2p2p.net.link import Link, LinkSettings, open_link
 from echo2p2p.net.ports import Endpoint, Journal, Streams
 from echo2p2p.net.redial import Backoff, RedialSettings
@@ -42,7 +43,8 @@ class ConnectionSettings:
     dial_timeout_s: float = 5.0
     links_max: int = NEIGHBOURS_MAX
     handshakes_max: int = 64
-    """Connections that may be busy proving who they are; more are closed at once."""
+    """Connections from outside that may be busy proving who they are; a newer one takes the place
+    of the oldest, of the address that has most of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Connections:
         self._targets: dict[PeerId, Endpoint] = {}
         self._diallers: dict[PeerId, trio.CancelScope] = {}
         self._quarantined: dict[PeerId, float] = {}
-        self._handshakes = 0
+        self._strangers: Crowd[trio.CancelScope] = Crowd(settings.handshakes_max)
         self._nursery: trio.Nursery | None = None
 
     def start(self, nursery: trio.Nursery) -> None:
@@ -156,7 +158,7 @@ class Connections:
         settings = self._settings
         waiting = [session.link.waiting for session in self._sessions.values()]
         yield Fill("links", len(self._sessions), settings.links_max)
-        yield Fill("handshakes", self._handshakes, settings.handshakes_max)
+        yield Fill("handshakes", len(self._strangers), settings.handshakes_max)
         yield Fill(
             "control frames of a link",
             max((frames for frames, _ in waiting), default=0),
@@ -168,11 +170,22 @@ class Connections:
             settings.link.queue_bytes_max,
         )
 
-    async def accept(self, stream: trio.abc.Stream) -> None:
-        """Serve a connection that somebody opened to us, until it ends."""
-        settings = self._settings
-        if len(self._sessions) < settings.links_max and self._handshakes < settings.handshakes_max:
-            await self._serve(stream, None)
+    async def accept(self, stream: trio.abc.Stream, host: str) -> None:
+        """Serve a connection that somebody at ``host`` opened to us, until it ends."""
+        if len(self._sessions) >= self._settings.links_max:
+            return
+        with trio.CancelScope() as scope:
+            oldest = self._strangers.enter(scope, host)
+            if oldest is not None:
+                oldest.cancel()
+            try:
+                link = await self._open(stream, None)
+            finally:
+                self._strangers.leave(scope)
+        if scope.cancelled_caught:
+            self._journal.event(LINK_REFUSED, peer="", detail="gave way to newer connections")
+        elif link is not None:
+            await self._serve(link)
 
     def _start_dialling(self, peer_id: PeerId) -> None:
         if self._nursery is not None and peer_id not in self._diallers:
@@ -195,16 +208,16 @@ class Connections:
                     stream = await self._streams.dial(
                         endpoint, timeout_s=self._settings.dial_timeout_s
                     )
-                    lived_s = await self._serve(stream, peer_id)
+                    link = await self._open(stream, peer_id)
+                    lived_s = None if link is None else await self._serve(link)
                 except LinkError as error:
                     self._journal.event(DIAL_RETRIED, peer=peer_id, detail=str(error))
                 await trio.sleep(backoff.wait_s(lived_s=lived_s))
 
-    async def _serve(self, stream: trio.abc.Stream, expected: PeerId | None) -> float | None:
-        """Run one connection from handshake to end; return how long it was a link, if ever."""
-        self._handshakes += 1
+    async def _open(self, stream: trio.abc.Stream, expected: PeerId | None) -> Link | None:
+        """Shake hands; return nothing, but an event, if that fails."""
         try:
-            link = await open_link(
+            return await open_link(
                 stream,
                 self._me,
                 nonce=self._nonce(NONCE_BYTES),
@@ -214,8 +227,9 @@ class Connections:
         except (RemoteProtocolError, LinkError) as error:
             self._journal.event(LINK_REFUSED, peer=expected or "", detail=str(error))
             return None
-        finally:
-            self._handshakes -= 1
+
+    async def _serve(self, link: Link) -> float | None:
+        """Run one connection to its end; return how long it was a link, if ever."""
         session = _Session(self._owner, link)
         refusal = self._register(session)
         start_s = trio.current_time()

@@ -19,6 +19,9 @@ from echo2p2p.wire.handshake import Self
 from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record
 
+BAD_SOURCES_MAX: Final = 256
+OTHERS: Final = "others"
+"""Who sent bad chunks is counted by name for so many, and together for the rest."""
 PASSED_MAX: Final = 8
 """Manifests that were let pass and are remembered, in case that a neighbour wants them of us."""
 
@@ -112,7 +115,7 @@ class RelayStatistics:
     unknown_bytes: int
     """Received of payloads that we do not follow."""
     bad_chunks: Mapping[str, int]
-    """By source."""
+    """By source; those beyond `BAD_SOURCES_MAX` as `OTHERS`."""
     chunks_redealt: int
 
 

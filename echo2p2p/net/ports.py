@@ -69,6 +69,10 @@ class Endpoint:
     port: int
 
 
+Accept = Callable[[trio.abc.Stream, str], Awaitable[None]]
+"""Serves a connection from the host of this address, to its end."""
+
+
 class Streams(Protocol):
     """Byte streams between machines, for relay links."""
 
@@ -80,9 +84,7 @@ class Streams(Protocol):
         """
         ...
 
-    def listen(
-        self, endpoint: Endpoint, accept: Callable[[trio.abc.Stream], Awaitable[None]]
-    ) -> AbstractAsyncContextManager[Endpoint]:
+    def listen(self, endpoint: Endpoint, accept: Accept) -> AbstractAsyncContextManager[Endpoint]:
         """Listen while the context is open; its value is the real address (port 0 resolved).
 
         ``accept`` runs once a connection, in a task that ends with the context; the stream is
@@ -252,6 +254,23 @@ class Store(Protocol):
         ...
 
 
+class StoredBytes(Protocol):
+    """Bytes that stay on the disk until they are wanted."""
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        ...
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return ``length`` bytes from ``start`` on; from the system's cache that takes no time.
+
+        Raises:
+            StoreError: The disk refused, or they are not there any more.
+        """
+        ...
+
+
 class Blobs(Protocol):
     """Whole files under plain names, written at once and durably."""
 
@@ -271,11 +290,8 @@ class Blobs(Protocol):
         """
         ...
 
-    async def map(self, name: str) -> memoryview:
-        """Return the whole content, read-only, without loading it.
-
-        It is memory that the system may take back at any time, as the disk has it too. It stays
-        readable after `delete`.
+    async def find(self, name: str) -> StoredBytes:
+        """Return the content without loading it.
 
         Raises:
             StoreError: There is none, or the disk refused.

@@ -46,16 +46,17 @@ def memory_of(pid: int) -> Memory | None:
 def tree_memory(pid: int) -> Memory:
     """Return what a process and all its descendants use; nothing for those that are gone."""
     total = Memory()
-    for each in _tree(pid):
+    for each in process_tree(pid):
         total += memory_of(each) or Memory()
     return total
 
 
-def _tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
+    """Yield a process and all its descendants, in whatever group or session they are."""
     yield pid
     # A task may end while we look; then its children are somebody else's.
     with suppress(OSError):
         for task in (PROC / str(pid) / "task").iterdir():
             with suppress(OSError):
                 for child in (task / "children").read_text(encoding="ascii").split():
-                    yield from _tree(int(child))
+                    yield from process_tree(int(child))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -33,6 +33,8 @@ from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
 from echo2p2p.limits import Fill
 from echo2p2p.net.connections import Connections
 from echo2p2p.net.payloads import (
+    BAD_SOURCES_MAX,
+    OTHERS,
     Passed,
     Payload,
     RelaySettings,
@@ -158,9 +160,9 @@ class RelayNode:
                 task_status.started(listening)
                 await self._keep_time()
 
-    async def accept(self, stream: trio.abc.Stream) -> None:
-        """Serve a connection that the caller has accepted, to its end."""
-        await self._connections.accept(stream)
+    async def accept(self, stream: trio.abc.Stream, host: str) -> None:
+        """Serve a connection from ``host`` that the caller has accepted, to its end."""
+        await self._connections.accept(stream, host)
 
     def set_neighbours(self, neighbours: Iterable[Neighbour], source: Address | None) -> None:
         """Keep these links from now on, and no other that we dialled.
@@ -182,6 +184,10 @@ class RelayNode:
             targets[SOURCE] = Endpoint(source.host, source.port)
         self._swarm.set_neighbours_planned(count)
         self._connections.set_targets(targets)
+
+    def set_uplinks(self, uplinks: Mapping[PeerId, float]) -> None:
+        """Count on no more, bytes per second, of these peers' uplinks; 0: it relays nothing."""
+        self._swarm.rates.allowed = dict(uplinks)
 
     # --- payloads -----------------------------------------------------------------------------
 
@@ -230,19 +236,6 @@ class RelayNode:
                 payload_bytes=header.payload_bytes,
             )
         return manifest_id
-
-    async def wait_complete(self, manifest_id: ManifestId) -> Assembly:
-        """Return the payload when every chunk is verified; waits without limit.
-
-        Raises:
-            LocalProtocolError: It is neither followed nor held, or was forgotten meanwhile.
-        """
-        payload = self._payloads.get(manifest_id)
-        if payload is not None:
-            await payload.ended.wait()
-            if payload.assembly.complete:
-                return payload.assembly
-        raise LocalProtocolError(f"payload {manifest_id.hex()} is not followed")
 
     async def wait_grown(self, manifest_id: ManifestId) -> None:
         """Wait until another chunk of a payload is verified, or it is complete or forgotten.
@@ -374,7 +367,8 @@ class RelayNode:
 
     def _blame(self, source: str, manifest_id: ManifestId, detail: str) -> None:
         """Record a bad chunk, and cut its sender off if it is linked to us."""
-        self._bad_chunks[source] += 1
+        known = source in self._bad_chunks or len(self._bad_chunks) < BAD_SOURCES_MAX
+        self._bad_chunks[source if known else OTHERS] += 1
         self._journal.event(
             CHUNK_REJECTED, source=source, manifest_id=manifest_id.hex(), detail=detail
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Final
 
 import trio
 
 from echo2p2p.errors import ConfigError, LinkError
-from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.ports import Accept, Endpoint
 
 _PATH: Final = "relay.listen"
 
@@ -51,9 +51,7 @@ class TcpStreams:
             raise LinkError(f"connecting to {where}: {_cause(error)}") from error
 
     @contextlib.asynccontextmanager
-    async def listen(
-        self, endpoint: Endpoint, accept: Callable[[trio.abc.Stream], Awaitable[None]]
-    ) -> AsyncIterator[Endpoint]:
+    async def listen(self, endpoint: Endpoint, accept: Accept) -> AsyncIterator[Endpoint]:
         """Listen on ``endpoint``; an empty host means all IPv4 and IPv6 addresses.
 
         With port 0 the system chooses; a host with several addresses then listens on one only.
@@ -67,7 +65,7 @@ class TcpStreams:
 
         async def serve(stream: trio.SocketStream) -> None:
             async with stream:
-                await accept(stream)
+                await accept(stream, _remote_host(stream))
 
         async with contextlib.AsyncExitStack() as stack:
             for listener in listeners:
@@ -81,6 +79,14 @@ class TcpStreams:
         if self._receive_buffer_bytes is not None:
             size = self._receive_buffer_bytes
             socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, size)
+
+
+def _remote_host(stream: trio.SocketStream) -> str:
+    """Return the other side's address; empty if it has gone already."""
+    try:
+        return str(stream.socket.getpeername()[0])
+    except OSError:
+        return ""
 
 
 async def _bind(endpoint: Endpoint) -> list[trio.SocketListener]:

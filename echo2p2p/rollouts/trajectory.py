@@ -39,6 +39,8 @@ class Reason(enum.StrEnum):
     DEAD_GENERATION = "dead_generation"
     TASK_FAILED = "task_failed"
     ABORTED = "aborted"
+    DAMAGED = "damaged"
+    """Our own disk gave back other bytes than were written."""
     UNUSED = "unused"
     """Accepted or promised, but the run ended first."""
 

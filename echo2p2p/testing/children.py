@@ -6,11 +6,14 @@ process that owns such a child, prints the child's id, and is meant to be killed
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable
-from threading import Event
+from math import inf
+from threading import Event, Thread
 from typing import Any
 
 import trio
@@ -61,6 +64,63 @@ def _fork_and_burn(_: None, report: Report) -> None:
     report(grandchild)
     while True:
         pass
+
+
+def _fork_and_leave(code: int, report: Report) -> None:
+    """Die, but leave a child of our own that holds on to everything that we had open."""
+    grandchild = os.fork()
+    if grandchild == 0:
+        while True:
+            signal.pause()
+    report(grandchild)
+    print("last words", flush=True)  # noqa: T201 - what the parent must find
+    os._exit(code)
+
+
+def _fork_away(_: None, __: Report) -> int:
+    """Have a child of our own, in a session of its own, that floods our output while it is open."""
+    grandchild = os.fork()
+    if grandchild == 0:
+        os.setsid()
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(1, b"flood " * 1000)
+        while True:
+            signal.pause()
+    return grandchild
+
+
+def _fork_away_and_burn(_: None, report: Report) -> None:
+    report(_fork_away(None, report))
+    while True:
+        pass
+
+
+def _answer_by_half(size: int, _: Report) -> None:
+    """Announce a message of so many bytes, send half of it, and say no more."""
+    for descriptor in range(256):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, child_worker.HEADER.pack(size) + bytes(size // 2))
+    signal.pause()
+
+
+def _flood(seconds: float, _: Report) -> int:
+    """Print as fast as anybody reads; return how many bytes that were."""
+    watch, count = Stopwatch(), 0
+    while watch.seconds() < seconds:
+        count += os.write(1, b"flood " * 1000)
+    return count
+
+
+def _flood_for_ever(_: None, __: Report) -> None:
+    """Return at once, and let a thread print for ever."""
+    Thread(target=_flood, args=(inf, None), daemon=True).start()
+
+
+def _linger(_: None, __: Report) -> None:
+    """Return at once, and let a thread keep the process from ever ending."""
+    Thread(target=Event().wait).start()
 
 
 def _hang(_: None, __: Report) -> None:
@@ -124,6 +184,13 @@ METHODS: dict[str, Method] = {
     "kill": Method(int, _kill),
     "burn": Method(type(None), _burn),
     "fork_and_burn": Method(type(None), _fork_and_burn),
+    "fork_and_leave": Method(int, _fork_and_leave),
+    "fork_away": Method(type(None), _fork_away),
+    "fork_away_and_burn": Method(type(None), _fork_away_and_burn),
+    "answer_by_half": Method(int, _answer_by_half),
+    "flood": Method(float, _flood),
+    "flood_for_ever": Method(type(None), _flood_for_ever),
+    "linger": Method(type(None), _linger),
     "hang": Method(type(None), _hang),
     "eat": Method(type(None), _eat),
     "fork_and_eat": Method(type(None), _fork_and_eat),

@@ -11,6 +11,7 @@ import sqlite3
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import trio
@@ -204,6 +205,22 @@ class SimStore:
         return result.unwrap()
 
 
+@dataclass(frozen=True)
+class SimBytes:
+    """`StoredBytes` of one blob, as it is when it is read."""
+
+    content: dict[str, bytes]
+    name: str
+    length: int
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return a part; see `StoredBytes`."""
+        data = self.content.get(self.name, b"")[start : start + length]
+        if len(data) != length:
+            raise StoreError(f"cannot read {self.name}: it was cut short: start again")
+        return data
+
+
 class SimBlobs:
     """`Blobs` of one simulated process; made by `SimDisk.blobs`."""
 
@@ -238,13 +255,13 @@ class SimBlobs:
             raise StoreError(f"there is no blob {name}")
         return self._content[name]
 
-    async def map(self, name: str) -> memoryview:
-        """Return the whole content, read-only.
+    async def find(self, name: str) -> SimBytes:
+        """Return the content without loading it.
 
         Raises:
             StoreError: There is none.
         """
-        return memoryview(await self.get(name))
+        return SimBytes(self._content, name, len(await self.get(name)))
 
     async def names(self) -> list[str]:
         """Return all names, sorted."""

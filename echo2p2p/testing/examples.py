@@ -279,6 +279,7 @@ def _member_bodies() -> Iterator[Message]:
         state="ready",
         version=1,
         holdings=[_MANIFEST_ID],
+        relays=True,
         measurements=_MEASUREMENTS,
         price_usd_per_hour=0.25,
         available_s=None,

@@ -194,10 +194,12 @@ class SimLinks:
                 self._held.append((sender.name, receiver.name, arrive))
                 return
             now = trio.current_time()
-            start = max(now, receiver.down_free_s)
-            receiver.down_free_s = start + size / receiver.down_bytes_per_s
+            is_idle = (
+                receiver.down_free_s < now
+            )  # nothing that came before is still to be delivered
+            receiver.down_free_s = max(now, receiver.down_free_s) + size / receiver.down_bytes_per_s
             receiver.received_bytes += size
-            if receiver.down_free_s - now < AT_ONCE_S:
+            if is_idle and receiver.down_free_s - now < AT_ONCE_S:
                 deliver()
             else:
                 self.after(receiver.down_free_s - now, deliver)

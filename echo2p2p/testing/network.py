@@ -12,14 +12,14 @@ import itertools
 import operator
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import trio
 
 from echo2p2p.errors import ConfigError, LinkError
-from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.ports import Accept, Endpoint
 from echo2p2p.testing.links import SEGMENT_BYTES, Lane, SimLinks, Traffic
 
 __all__ = ["SEGMENT_BYTES", "UNSENT_BYTES", "WINDOW_BYTES", "SimNetwork", "SimStream", "Traffic"]
@@ -27,8 +27,6 @@ __all__ = ["SEGMENT_BYTES", "UNSENT_BYTES", "WINDOW_BYTES", "SimNetwork", "SimSt
 WINDOW_BYTES: Final = 256 * 1024
 UNSENT_BYTES: Final = 2 * SEGMENT_BYTES
 PORT_FIRST: Final = 49152
-
-Accept = Callable[[trio.abc.Stream], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -105,7 +103,7 @@ class SimNetwork(SimLinks):
 
 async def _serve(accept: Accept, stream: SimStream) -> None:
     try:
-        await accept(stream)
+        await accept(stream, stream.other.host)
     finally:
         await trio.aclose_forcefully(stream)
 
@@ -160,6 +158,7 @@ class SimStream(trio.abc.HalfCloseableStream):
     def __init__(self, network: SimNetwork, machine: _Machine, lane: Lane, number: int) -> None:
         self._network = network
         self._machine = machine
+        self.host = machine.name
         self.lane = lane
         """Of what we send."""
         self.number = number

@@ -10,6 +10,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, digest_of, peer_id_of
 from echo2p2p.limits import PROTOCOL
 from echo2p2p.net.payloads import RelaySettings
@@ -240,6 +241,20 @@ class RelayNet:
         start_s = trio.current_time()
         while member.node.assembly(payload.manifest_id) is None:
             await self._progress()
-        assembly = await member.node.wait_complete(payload.manifest_id)
+        assembly = await wait_whole(member.node, payload.manifest_id)
         assert assembly.payload() == payload.assembly.payload()
         member.completed_s[payload.manifest_id] = trio.current_time() - start_s
+
+
+async def wait_whole(node: RelayNode, manifest_id: ManifestId) -> Assembly:
+    """Return a payload that a node follows once every chunk is verified; waits without limit.
+
+    Raises:
+        LocalProtocolError: It is neither followed nor held, or was forgotten meanwhile.
+    """
+    while (assembly := node.assembly(manifest_id)) is not None and not assembly.complete:
+        await node.wait_grown(manifest_id)
+    if assembly is None:
+        raise LocalProtocolError(f"payload {manifest_id.hex()} is not followed")
+    await trio.lowlevel.checkpoint()
+    return assembly

@@ -13,6 +13,7 @@ It refuses to guess: what does not fit the header is an error, and changes nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from echo2p2p.errors import IntegrityError, LocalProtocolError
 from echo2p2p.ids import DIGEST_BYTES, digest_of
@@ -66,6 +67,19 @@ class _Waiting:
         return all((at, sender) != (index, source) for at, _, sender in self.chunks)
 
 
+class StoredBytes(Protocol):
+    """A payload that stays where it is; `echo2p2p.net.ports.StoredBytes` is one."""
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        ...
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return a part; what it raises is the caller's business."""
+        ...
+
+
 class Assembly:
     """The chunks of one manifest. Needs the payload, the index and 64 chunks of memory at most."""
 
@@ -94,6 +108,28 @@ class Assembly:
         self._missing = self.count
         self._ready = 1
         self._waiting = _Waiting()
+        self._stored: StoredBytes | None = None
+
+    @classmethod
+    def stored(cls, header: ManifestHeader, stored: StoredBytes) -> Assembly:
+        """Return the complete assembly of a payload of which nothing but the index is kept.
+
+        Everything is verified now; what is read later is not.
+
+        Raises:
+            IntegrityError: The bytes are not those of the header; blames ``"local"``.
+            RemoteProtocolError: The header makes no sense.
+        """
+        self = cls.__new__(cls)
+        self._prepare(header)
+        self._payload, self._stored = memoryview(b""), stored
+        if stored.length != header.payload_bytes:
+            raise IntegrityError(f"payload of {stored.length} bytes instead of the header's")
+        digests = (digest_of(self._read(at)) for at in range(1, self.count))
+        self._accept_index(memoryview(b"".join(digests)), "local")
+        for at in range(1, self.count):
+            self._mark(at)
+        return self
 
     @classmethod
     def whole(
@@ -148,12 +184,17 @@ class Assembly:
         return Added((index,))
 
     def chunk(self, index: int) -> memoryview | None:
-        """Return verified chunk ``index``, read-only and sharing memory; ``None`` if not held."""
+        """Return verified chunk ``index``, read-only; ``None`` if not held.
+
+        It shares the payload's memory, or is read where that is stored.
+        """
         if not (0 <= index < self.count and self._is_held[index]):
             return None
         if index == 0:
             assert self._index is not None
             return memoryview(self._index)
+        if self._stored is not None:
+            return memoryview(self._read(index))
         return self._place(index).toreadonly()
 
     def held(self) -> list[int]:
@@ -187,14 +228,21 @@ class Assembly:
         return self._missing == 0
 
     def payload(self) -> memoryview:
-        """Return the whole payload, read-only and sharing memory.
+        """Return the whole payload, read-only; sharing memory, or read where it is stored.
 
         Raises:
             LocalProtocolError: Not complete.
         """
         if not self.complete:
             raise LocalProtocolError(f"{self._missing} of {self.count} chunks are missing")
+        if self._stored is not None:
+            return memoryview(self._stored.read(0, self._stored.length))
         return self._payload.toreadonly()
+
+    def _read(self, index: int) -> bytes:
+        assert self._stored is not None
+        start = (index - 1) * self.header.chunk_bytes
+        return self._stored.read(start, chunk_length(self.header, index))
 
     def _place(self, index: int) -> memoryview:
         start = (index - 1) * self.header.chunk_bytes

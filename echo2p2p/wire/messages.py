@@ -8,8 +8,7 @@ Three families:
 
 * *records* that are signed and stored: `ManifestHeader`, `MemberCard`, inside `Signed`;
 * *HTTP bodies*, one request and one reply a route: `JoinRequest` .. `Refusal`;
-* *relay frames* between peers, and between a peer and the coordinator's own relay:
-  `Hello` .. `Goodbye` (`RelayFrame` is their union).
+* *relay frames* between peers or with the source: `Hello` .. `Goodbye` (`RelayFrame`: all of them).
 """
 
 from __future__ import annotations
@@ -124,10 +123,7 @@ class MemberCard(Message, frozen=True, kw_only=True, tag="card"):
 
 
 class CaReply(Message, frozen=True, kw_only=True, tag="ca"):
-    """GET /ca, the only answer that is believed before the server is verified.
-
-    The client must compare the fingerprint of ``run_public_key`` with the one in its token.
-    """
+    """GET /ca, before the server is verified: compare the key's fingerprint with the token's."""
 
     run_public_key: bytes
     """Raw Ed25519 key, 32 bytes; also the key of the certificate authority."""
@@ -248,6 +244,8 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """Version that the engine (or, without one, the relay) has proved."""
     holdings: list[bytes]
     """Manifest ids of payloads held whole."""
+    relays: bool
+    """False: most of its day's bytes are spent, and it sends nobody chunks until that is over."""
     measurements: Measurements
     price_usd_per_hour: float
     available_s: float | None

@@ -1,7 +1,13 @@
 import pytest
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
-from echo2p2p.broadcast.deal import REDEAL_MIN_S, Dealer, RelayRates
+from echo2p2p.broadcast.deal import (
+    RATE_ASSUMED_BYTES_PER_S,
+    REDEAL_MIN_S,
+    UNMEASURED_DEALS_MAX,
+    Dealer,
+    RelayRates,
+)
 from echo2p2p.ids import PeerId
 
 CHUNK = 10_000
@@ -70,6 +76,36 @@ def test_shares_follow_measured_uplinks():
     assert shares["a"] == pytest.approx(shares["b"], rel=0.2)
     assert shares["c"] < 0.45 * shares["a"]
     assert sum(shares.values()) > 350
+
+
+def test_before_it_is_measured_a_relay_counts_for_no_more_than_it_is_allowed():
+    deals = Deals(count=31)
+    deals.rates.allowed = {RELAYS[2]: RATE_ASSUMED_BYTES_PER_S / 5}
+    while deals.deal(0.0) is not None:
+        pass
+    first, second, limited = (len(deals.dealt[relay]) for relay in RELAYS)
+    assert limited == pytest.approx(30 * 0.2 / 2.2, abs=1)
+    assert abs(first - second) <= 1
+
+
+def test_a_relay_that_passes_nothing_on_is_dealt_nothing_while_there_are_others():
+    deals = Deals(count=41)
+    deals.rates.allowed = {RELAYS[1]: 0.0}
+    while deals.deal(0.0) is not None:
+        pass
+    dealt = {relay: len(chunks) for relay, chunks in deals.dealt.items()}
+    assert dealt == {"a": UNMEASURED_DEALS_MAX, "b": 0, "c": UNMEASURED_DEALS_MAX}, (
+        "others are full"
+    )
+
+
+def test_where_nobody_passes_anything_on_chunks_leave_the_source_all_the_same():
+    deals = Deals(count=31)
+    deals.rates.allowed = dict.fromkeys(RELAYS, 0.0)
+    chosen = [deals.deal(0.0) for _ in range(31)]
+    assert sorted(index for _, index in chosen[:-1]) == list(range(1, 31))
+    assert deals.dealer.finished
+    assert not deals.dealer.busy, "no copy is waited for"
 
 
 def test_a_relay_that_slows_down_loses_share_at_once_and_a_silent_one_nearly_all():

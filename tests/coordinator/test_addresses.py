@@ -46,6 +46,13 @@ def test_the_relay_is_where_the_server_is_unless_the_owner_says_otherwise(settin
     assert relay_address(section, Endpoint(section.host, 99)) == Address(host=host, port=99)
 
 
+def test_a_router_may_map_another_port_to_the_relays():
+    section = server(host="0.0.0.0", public_url=LAB, relay_port=7071, relay_public_port=443)
+    assert relay_address(section, Endpoint("0.0.0.0", 7071)) == Address(
+        host="lab.example", port=443
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "hosts"),
     [

@@ -3,7 +3,6 @@
 import pytest
 import trio
 
-from coordinator import board as board_module
 from coordinator import intake as intake_module
 from coordinator import membership as membership_module
 from coordinator import publish as publish_module
@@ -205,12 +204,3 @@ async def test_of_a_payload_that_is_gone_only_its_size_is_kept(bench: Bench) -> 
     assert [row.manifest_id for row in await bench.book.payloads()] == [rows[0].manifest_id]
     count, total, inverses = await bench.book.delta_sizes()
     assert (count, total, inverses) == (2, 400, pytest.approx(1 / 150 + 1 / 250))
-
-
-async def test_of_peers_that_are_gone_the_best_are_shown(autojump_clock, monkeypatch) -> None:
-    monkeypatch.setattr(board_module, "GONE_SHOWN_MAX", 2)
-    rows = [
-        {"peer": name, "state": "gone" if name in "abcd" else "active", "accepted": place}
-        for place, name in enumerate("dacbxy")
-    ]
-    assert [row["peer"] for row in board_module._shown(rows)] == ["c", "b", "x", "y"]

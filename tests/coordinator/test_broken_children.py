@@ -107,6 +107,31 @@ def test_a_learner_that_dies_in_a_late_step_goes_on_from_its_checkpoint() -> Non
     assert world.breaches == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["train", "save"])
+def test_a_learner_that_hangs_is_given_up_at_its_limit_and_goes_on_from_its_checkpoint(
+    method,
+) -> None:
+    spec = spec_of()
+    every = spec.settings.learner.checkpoint_every_steps
+    hang = LearnerFaults(hang_at_step=2 * every + 1)
+    if method == "save":
+        hang = LearnerFaults(hang_at_save=2 * every)
+    learner = spec.settings.learner.model_copy(update={"step_timeout_s": 60.0})
+    settings = spec.settings.model_copy(update={"learner": learner})
+    world = World(replace(spec, settings=settings, learner_faults=(hang,)), seed=5)
+    play(world)
+    (lost,) = world.trace.named("learner.lost")
+    assert lost.fields["detail"] == f"learner: did not finish {method!r} within 60.0 s"
+    assert lost.at_s > 60.0
+    (back,) = world.trace.named("run.rolled_back")
+    assert back.fields["step"] == (every if method == "save" else 2 * every)
+    assert world.summary is not None
+    assert world.summary["outcome"] == "finished"
+    assert world.summary["trajectories"]["balances"]
+    assert world.breaches == []
+
+
 def test_a_learner_that_always_dies_in_the_same_step_is_given_up() -> None:
     spec = spec_of()
     dying = spec.settings.learner.checkpoint_every_steps + 1

@@ -6,7 +6,16 @@ import msgspec
 import pytest
 
 from coordinator import membership
-from coordinator.membership import Duplicate, Full, Joined, Member, Membership, State, Wait
+from coordinator.membership import (
+    Duplicate,
+    Full,
+    Joined,
+    Member,
+    Membership,
+    State,
+    Wait,
+    uplink_of,
+)
 from echo2p2p.ids import Incarnation, PeerId, Version
 from echo2p2p.limits import PROTOCOL
 from echo2p2p.wire.messages import Address, Caps, Hardware, JoinRequest
@@ -28,6 +37,24 @@ REQUEST = JoinRequest(
     caps=Caps(upload_bytes_per_s=None, download_bytes_per_s=None, bytes_per_day=None),
 )
 RELAY_ONLY = msgspec.structs.replace(REQUEST, engine="none")
+
+
+@pytest.mark.parametrize(
+    ("upload", "per_day", "expected"),
+    [
+        (None, None, 1024 * 1024),
+        (50e6, None, 1024 * 1024),
+        (250_000.0, None, 250_000),
+        (250_000.0, 17_280_000_000, 100_000),
+        (None, 100_000_000, 8_000),
+        (-1.0, None, 8_000),
+        (float("nan"), None, 8_000),
+        (float("inf"), None, 8_000),
+    ],
+)
+def test_limits_make_a_peer_count_for_less_and_never_for_more(upload, per_day, expected):
+    caps = Caps(upload_bytes_per_s=upload, download_bytes_per_s=None, bytes_per_day=per_day)
+    assert uplink_of(caps) == expected
 
 
 @pytest.fixture

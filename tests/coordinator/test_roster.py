@@ -7,13 +7,14 @@ import trio
 from coordinator.config import MembershipSection
 from coordinator.membership import Duplicate, Member, State, Wait
 from coordinator.roster import Starting
+from echo2p2p.broadcast.deal import RATE_ASSUMED_BYTES_PER_S
 from echo2p2p.errors import RemoteProtocolError
 from echo2p2p.ids import SOURCE
 from echo2p2p.net.trust import credential_digest
 from echo2p2p.testing.clock import EPOCH_S
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.system import SimEntropy
-from echo2p2p.wire.messages import Address, Measurements, MemberCard, Plan
+from echo2p2p.wire.messages import Address, Caps, JoinReply, Measurements, MemberCard, Plan
 from echo2p2p.wire.signing import open_record
 from scenarios.middle import LAYOUT, Bench, heartbeat, open_bench
 
@@ -230,10 +231,10 @@ async def test_relayed_bytes_are_summed_over_lives_and_live_members(
     autojump_clock, bench: Bench
 ) -> None:
     member = beat_relayed(bench, await bench.ready("p"), 500)
-    other = beat_relayed(bench, await bench.ready("q"), 30)
+    beat_relayed(bench, await bench.ready("q"), 30)
     await bench.roster.leave(member.peer_id, member.incarnation, "")
     beat_relayed(bench, await bench.ready("p"), 7)
-    assert await bench.roster.traffic() == {member.peer_id: 507, other.peer_id: 30}
+    assert await bench.roster.relayed_bytes() == 500 + 7 + 30
 
 
 async def test_no_boast_of_relayed_bytes_stops_the_evictions(autojump_clock, bench: Bench) -> None:
@@ -259,6 +260,34 @@ async def test_the_first_proved_version_is_told_once(autojump_clock, bench: Benc
     assert ready.fields["version"] == 0
     bench.beat(member, 0)
     assert len(bench.journal.named("peer.ready")) == 1
+
+
+async def test_the_source_is_told_whose_uplink_it_may_count_on(
+    autojump_clock, bench: Bench
+) -> None:
+    await bench.ready("p")
+    thrifty = bench.request("q")
+    caps = Caps(upload_bytes_per_s=50_000.0, download_bytes_per_s=None, bytes_per_day=None)
+    assert isinstance(
+        await bench.roster.join(msgspec.structs.replace(thrifty, caps=caps)), JoinReply
+    )
+    p, q = bench.member("p"), bench.member("q")
+    assert bench.uplinks == {p.peer_id: RATE_ASSUMED_BYTES_PER_S, q.peer_id: 50_000.0}
+    beat = msgspec.structs.replace(heartbeat(q.incarnation, 0), relays=False)
+    bench.roster.heartbeat(q, beat, trio.current_time())
+    assert bench.uplinks[q.peer_id] == 0.0
+    bench.beat(bench.member("q"), 0)
+    assert bench.uplinks[q.peer_id] == 50_000.0, "its day is over"
+    await bench.roster.leave(p.peer_id, p.incarnation, "")
+    assert set(bench.uplinks) == {q.peer_id}
+
+
+async def test_limits_are_known_to_our_next_life(autojump_clock, disk: SimDisk) -> None:
+    caps = Caps(upload_bytes_per_s=50_000.0, download_bytes_per_s=None, bytes_per_day=None)
+    async with open_bench(disk) as bench:
+        await bench.roster.join(msgspec.structs.replace(bench.request("q"), caps=caps))
+    async with open_bench(disk, seed=9) as bench:
+        assert list(bench.uplinks.values()) == [50_000.0]
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def check_journalctl(words, folder):
 
 
 def run_live(words, folder):
-    """Nothing: `test_live.py` runs this command for real, but for making a venv."""
+    """Nothing: `test_live.py` or `test_restore.py` runs it for real, but for making a venv."""
     assert words
     assert folder.is_dir()
 
@@ -186,6 +186,7 @@ CHECKS = {
     "python3": run_live,
     "curl": run_live,
     "tar": run_live,
+    "mv": run_live,
 }
 
 

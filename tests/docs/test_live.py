@@ -234,7 +234,7 @@ def test_the_stop_command_ends_the_run_and_leaves_the_files_of_the_page(lab):
     missing = {name for name in named - fakes if not (lab.here / "first" / name).exists()}
     assert len(named) > 9
     assert missing <= {"reward.png"}
-    for command in lab_commands("tar"):
+    for command in lab_commands("tar", "--create"):
         lab.run(command)
         archive = lab.local(words_of(command)[words_of(command).index("--file") + 1])
         kept = subprocess.run(["tar", "tf", archive], capture_output=True, text=True, check=True)

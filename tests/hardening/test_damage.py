@@ -14,16 +14,18 @@ import trio
 
 from coordinator.book import Book
 from coordinator.config import Settings
-from coordinator.schema import MIGRATIONS
+from coordinator.schema import MIGRATIONS, DamagedRow, OpenLease, QueuedRow
 from echo2p2p.errors import StoreError
 from echo2p2p.ids import Incarnation, LeaseId, PeerId
 from echo2p2p.net.store import SqliteStore
 from echo2p2p.rollouts.ledger import Place
 from echo2p2p.rollouts.trajectory import Reason
 from echo2p2p.testing.clock import run_virtual
+from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.examples import EXAMPLES
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import Lease, Upload
+from scenarios.middle import open_bench, right_answers
 from scenarios.world import COORDINATOR, PeerSpec, World, WorldSpec
 
 LEASE = next(example for example in EXAMPLES if isinstance(example, Lease))
@@ -99,15 +101,114 @@ async def test_a_database_that_was_cut_short_is_found_at_the_start(
     assert "damaged" in await refused(path)
 
 
-async def test_a_wrong_byte_in_a_stored_message_is_named(tmp_path: Path) -> None:
+def change(path: Path, assignment: str) -> None:
+    """Change the second lease's row behind the coordinator's back."""
+    rows = sqlite3.connect(path)
+    with rows:
+        rows.execute(f"UPDATE leases SET {assignment} WHERE rowid = 2")
+    rows.close()
+
+
+BEHEADED = "upload = CAST(x'81' || substr(upload, 2) AS BLOB)"
+
+
+async def test_a_wrong_byte_in_a_message_without_a_digest_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     await fill(path, 3)
-    with sqlite3.connect(path) as rows:
-        rows.execute(
-            "UPDATE leases SET upload = CAST(x'81' || substr(upload, 2) AS BLOB) WHERE rowid = 2"
-        )
-    rows.close()
+    change(path, f"{BEHEADED}, upload_digest = NULL")
     assert "damaged Upload" in await refused(path)
+
+
+def one_byte(column: str, before: bytes, after: bytes) -> str:
+    """Return what replaces some bytes of a column by as many others; the message stays whole."""
+    assert len(before) == len(after)
+    found = f"instr({column}, x'{before.hex()}')"
+    rest = f"substr({column}, {found} + {len(before)})"
+    return (
+        f"{column} = CAST(substr({column}, 1, {found} - 1) || x'{after.hex()}' || {rest} AS BLOB)"
+    )
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+TOKENS, PROMPT = UPLOAD.samples[0].tokens.data, LEASE.prompt.data
+WHOLE_BUT_WRONG = {
+    "a token": one_byte("upload", TOKENS, flipped(TOKENS)),
+    "the prompt": one_byte("lease", PROMPT, flipped(PROMPT)),
+    "the item's seed": "seed = seed + 1",
+    "the message": BEHEADED,
+}
+
+
+@pytest.mark.parametrize("what", WHOLE_BUT_WRONG)
+async def test_an_upload_that_the_disk_has_changed_is_told_from_those_that_are_sound(
+    tmp_path: Path, what: str
+) -> None:
+    path = tmp_path / "run.sqlite"
+    await fill(path, 3)
+    change(path, WHOLE_BUT_WRONG[what])
+    async with SqliteStore.open(path, MIGRATIONS) as store:
+        first, second, third = await Book(store).queued()
+    assert (first.lease.lease_id, third.upload) == ("lease-0000", UPLOAD)
+    assert isinstance(second, DamagedRow)
+    assert (second.lease_id, second.peer_id) == ("lease-0001", PEER)
+    assert second.samples == LEASE.samples
+
+
+async def test_what_the_disk_has_changed_is_counted_and_its_prompt_is_handed_out_again(
+    autojump_clock: object,
+) -> None:
+    disk = SimDisk()
+    async with open_bench(disk) as bench:
+        member = await bench.ready("p")
+        leases = await bench.lease(member, count=3)
+        for answered in leases[:2]:
+            await bench.upload(member, right_answers(answered, member.incarnation))
+        for place, column in ((0, "upload"), (2, "lease")):
+            await bench.book._store.transact(
+                lambda rows, place=place, column=column: (
+                    rows.execute(
+                        f"UPDATE leases SET {column}_digest = x'00' WHERE lease_id = ?",
+                        (leases[place].lease_id,),
+                    ).rowcount
+                )
+            )
+    async with open_bench(disk, seed=1) as bench:
+        damaged = bench.journal.named("lease.damaged")
+        assert {(entry.fields["lease"], entry.fields["was"]) for entry in damaged} == {
+            (leases[0].lease_id, "queued"),
+            (leases[2].lease_id, "in_flight"),
+        }
+        balance = bench.book.ledger.statistics()
+        assert (balance.queued, balance.in_flight, balance.rejected) == (2, 0, {"damaged": 4})
+        assert balance == await bench.book.recount()
+        again = await bench.lease(await bench.ready("q"), count=2)
+        assert sorted(bytes(one.prompt.data) for one in again) == sorted(
+            bytes(leases[place].prompt.data) for place in (0, 2)
+        )
+
+
+async def test_so_is_a_lease_that_its_peer_has_not_answered_yet(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    async with SqliteStore.open(path, MIGRATIONS) as store:
+        leases = [(lease(f"lease-{number}"), number) for number in range(3)]
+        await Book(store).issue(PEER, Incarnation(1), leases)
+    change(path, WHOLE_BUT_WRONG["the prompt"])
+    async with SqliteStore.open(path, MIGRATIONS) as store:
+        found = await Book(store).open_leases()
+    assert [type(row) for row in found] == [OpenLease, DamagedRow, OpenLease]
+
+
+async def test_a_folder_of_a_coordinator_without_digests_opens(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    async with SqliteStore.open(path, MIGRATIONS[:1]) as store:
+        data = codec.encode(LEASE), codec.encode(UPLOAD)
+        insert = "INSERT INTO leases VALUES ('x', 'p', 1, 7, 2, ?, 'queued', NULL, NULL, ?)"
+        await store.transact(lambda rows: rows.execute(insert, data).rowcount)
+    async with SqliteStore.open(path, MIGRATIONS) as store:
+        assert await Book(store).queued() == [QueuedRow(LEASE, PEER, 7, UPLOAD)]
 
 
 def torn(path: Path, to: Path, cut_bytes: int, flip: int | None = None) -> None:

@@ -242,6 +242,27 @@ def test_a_damaged_payload_is_never_served_and_the_peers_go_on(processes: Proces
     assert peer.ended() == 0
 
 
+def test_payloads_cut_under_a_running_coordinator_end_it_in_one_line_and_the_next_mends_it(
+    processes: Processes,
+) -> None:
+    run = start_coordinator(processes, "--fake-step-s", "2")  # no new anchor meanwhile
+    peer = start_peer(processes, run.url, run.token)
+    wait_steps(processes, run, 1, peer)
+    peer.process.terminate()  # or it would give the weights to the next
+    peer.ended()
+    for blob in (run.folder / "payloads").iterdir():
+        os.truncate(blob, 0)
+    quick = ("--stall_timeout_s", "1")  # to give up what is nowhere any more
+    late = start_peer(processes, run.url, run.token, *quick, name="late")
+    one_line(run, 1, "payload", "it was cut short: start again")
+    assert (run.folder / "reward.png").stat().st_size > 1000, "how it went is drawn all the same"
+    again = goes_on(processes, run.port)
+    wait_steps(processes, again, 3, late)
+    assert again.events("payload.corrupt")
+    stop_well(again)
+    assert late.ended() == 0
+
+
 def test_while_the_coordinator_is_dead_finished_work_is_on_disk_and_is_sent_later(
     processes: Processes,
 ) -> None:

@@ -57,7 +57,11 @@ class Folder:
         }
         with self.rows() as rows:
             row = (name, "p", 1, 0, 2, b"", fate, reason, step, None)
-            rows.execute(f"INSERT INTO leases VALUES ({','.join('?' * len(row))})", row)
+            rows.execute(
+                "INSERT INTO leases (lease_id, peer_id, incarnation, seed, samples, lease, fate, "
+                "reason, step, upload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
             for source, target in ways[fate]:
                 why = (reason or "") if target == "rejected" else ""
                 rows.execute(

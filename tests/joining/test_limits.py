@@ -144,11 +144,11 @@ def test_a_limited_peer_works_and_tells_the_coordinator_its_limits(tmp_path):
         run = start_coordinator(processes)
         peer = start_peer(processes, run.url, run.token, *limits)
         wait_steps(processes, run, 3, peer)
-        peer.process.terminate()
-        assert peer.ended() == 130
         assert caps_in_store(run.folder) == Caps(
             upload_bytes_per_s=2e6, download_bytes_per_s=1e6, bytes_per_day=10**9
         )
+        peer.process.terminate()
+        assert peer.ended() == 130
         kept = json.loads((tmp_path / "peer" / "traffic.json").read_text())
         received = 98_000  # the anchor, before compression
         assert received / 2 < kept["used_bytes"] < 50 * received

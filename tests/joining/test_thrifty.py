@@ -13,7 +13,7 @@ from echo2p2p.net.shaping import Limits, NoTrafficLog, Shaper
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
-from echo2p2p.testing.relays import RelayNet
+from echo2p2p.testing.relays import RelayNet, wait_whole
 from echo2p2p.wire.messages import Reject
 
 RATE = 1_000_000.0
@@ -70,6 +70,29 @@ async def test_a_peer_that_relays_nothing_takes_what_it_needs_and_holds_nobody_u
         assert sent(relays, "p0") > before + 0.05 * SIZE, "and relays again"
 
 
+async def test_a_source_that_knows_it_deals_to_the_others_and_loses_no_time(autojump_clock):
+    async with mesh() as (_, relays):
+        whole_s = await relays.broadcast(relays.keys.payload(1, SIZE))
+        relays.members["p0"].node.relaying = False
+        relays.source.node.set_uplinks({relays.peer_id("p0"): 0.0})
+        redealt = relays.source.node.statistics().chunks_redealt
+        seconds = await relays.broadcast(relays.keys.payload(2, SIZE))
+        assert relays.source.node.statistics().chunks_redealt == redealt
+        assert seconds < 2.5 * whole_s, "over three times as long where it is not told"
+
+
+async def test_where_nobody_relays_the_source_gives_each_its_own_copy(autojump_clock):
+    async with mesh() as (_, relays):
+        for member in relays.peers:
+            member.node.relaying = False
+        untold_s = await relays.broadcast(relays.keys.payload(1, SIZE))
+        relays.source.node.set_uplinks({relays.peer_id(name): 0.0 for name in PEERS})
+        before = sent(relays, "source")
+        seconds = await relays.broadcast(relays.keys.payload(2, SIZE))
+        assert seconds < 1.1 * untold_s
+        assert sent(relays, "source") - before < 1.2 * len(PEERS) * SIZE
+
+
 async def test_anchors_are_not_relayed_either_and_who_asks_is_told_at_once(autojump_clock):
     told = []
 
@@ -113,7 +136,7 @@ async def test_a_limited_download_is_a_slower_peer_and_nothing_worse(autojump_cl
         began_s = trio.current_time()
         await relays.broadcast(payload, names=PEERS[1:])
         others_s = trio.current_time() - began_s
-        await relays.members["p0"].node.wait_complete(payload.manifest_id)
+        await wait_whole(relays.members["p0"].node, payload.manifest_id)
         limited_s = trio.current_time() - began_s
         assert others_s < 4.0
         assert limited_s >= 0.95 * SIZE / limit

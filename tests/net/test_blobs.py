@@ -48,7 +48,6 @@ def test_a_blob_is_there_until_it_is_replaced_or_deleted(form) -> None:
         assert await blobs.names() == ["a", "b-1.bin", "c"]
         await blobs.put("a", b"three")
         assert [await blobs.get(name) for name in ("a", "b-1.bin", "c")] == [b"three", b"one", b""]
-        assert [await blobs.map(name) for name in ("a", "b-1.bin", "c")] == [b"three", b"one", b""]
         await blobs.delete("c")
         await blobs.delete("c")
         assert await open_blobs().names() == ["a", "b-1.bin"]
@@ -62,41 +61,60 @@ def test_a_blob_that_is_not_there_is_a_store_error(form) -> None:
         with pytest.raises(StoreError, match="there is no blob x"):
             await open_blobs().get("x")
         with pytest.raises(StoreError, match="there is no blob x"):
-            await open_blobs().map("x")
+            await open_blobs().find("x")
 
     form(story)
 
 
-def test_a_mapped_blob_stays_as_it_was_and_cannot_be_written(form) -> None:
+def test_a_part_of_a_blob_is_read_where_it_lies(form) -> None:
     async def story(open_blobs: Open) -> None:
         blobs = open_blobs()
-        await blobs.put("x", b"first")
-        mapped = await blobs.map("x")
-        await blobs.put("x", b"second")
-        await blobs.delete("x")
-        assert bytes(mapped) == b"first"
-        assert mapped.readonly
+        await blobs.put("x", b"0123456789")
+        await blobs.put("empty", b"")
+        found = await blobs.find("x")
+        assert found.length == 10
+        assert (found.read(0, 10), found.read(3, 4), found.read(10, 0)) == (
+            b"0123456789",
+            b"3456",
+            b"",
+        )
+        assert (await blobs.find("empty")).length == 0
 
     form(story)
 
 
-async def test_mapped_blobs_are_no_memory_of_ours(tmp_path: Path) -> None:
+def test_a_part_that_is_not_there_any_more_is_a_store_error(form) -> None:
+    async def story(open_blobs: Open) -> None:
+        blobs = open_blobs()
+        await blobs.put("x", b"0123456789")
+        found = await blobs.find("x")
+        await blobs.put("x", b"01234")
+        assert found.read(0, 5) == b"01234"
+        with pytest.raises(StoreError, match="x: it was cut short: start again"):
+            found.read(3, 4)
+        await blobs.delete("x")
+        with pytest.raises(StoreError, match="cannot read"):
+            found.read(0, 1)
+
+    form(story)
+
+
+async def test_a_blob_that_is_found_is_no_memory_of_ours(tmp_path: Path) -> None:
     blobs = FileBlobs(tmp_path)
     size = 64 << 20
     await blobs.put("large", bytes(size))
+    found = await blobs.find("large")
     before = memory_of(os.getpid())
-    mapped = await blobs.map("large")
-    assert sum(mapped[::4096]) == 0  # every page has been touched
-    after = memory_of(os.getpid())
-    assert after.resident_bytes - before.resident_bytes > size // 2
-    assert after.private_bytes - before.private_bytes < size // 8
+    for start in range(0, size, 1 << 20):
+        assert len(found.read(start, 1 << 20)) == 1 << 20
+    assert memory_of(os.getpid()).private_bytes - before.private_bytes < size // 8
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".x", "a/b", "../a", "a\x00", "é", "a" * 129])
 def test_a_name_is_never_a_path(form, name: str) -> None:
     async def story(open_blobs: Open) -> None:
         blobs = open_blobs()
-        for use in (blobs.get, blobs.map, blobs.delete, lambda name: blobs.put(name, b"")):
+        for use in (blobs.get, blobs.find, blobs.delete, lambda name: blobs.put(name, b"")):
             with pytest.raises(LocalProtocolError):
                 await use(name)
 

@@ -199,7 +199,7 @@ def test_the_blocking_side_imports_neither_trio_nor_torch():
     assert not {b"trio", b"torch", b"asyncio", b"numpy"} & set(done.stdout.split())
 
 
-@pytest.mark.parametrize("method", ["burn", "fork_and_burn"])
+@pytest.mark.parametrize("method", ["burn", "fork_and_burn", "fork_away_and_burn"])
 async def test_killing_the_parent_leaves_no_orphan_although_the_child_is_busy(method):
     parent = await trio.lowlevel.open_process(
         [sys.executable, "-P", "-m", MODULE, "parent", method], stdout=subprocess.PIPE

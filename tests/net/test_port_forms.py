@@ -40,7 +40,8 @@ async def read_all(stream) -> bytes:
 
 
 async def test_bytes_pass_both_ways_and_the_end_is_seen(forms):
-    async def answer(stream):
+    async def answer(stream, remote):
+        assert remote in {"127.0.0.1", "two"}
         await stream.send_all((await read_all(stream)).upper())
 
     async with forms() as (server, client, host), server.listen(Endpoint(host, 0), answer) as at:
@@ -53,7 +54,7 @@ async def test_bytes_pass_both_ways_and_the_end_is_seen(forms):
 
 
 async def test_a_stream_is_closed_when_its_handler_returns(forms):
-    async def leave(stream):
+    async def leave(stream, _):
         await stream.send_all(b"bye")
 
     async with (
@@ -65,7 +66,7 @@ async def test_a_stream_is_closed_when_its_handler_returns(forms):
 
 
 async def test_nobody_there_is_a_link_error(forms):
-    async def never(stream):
+    async def never(stream, _):
         raise AssertionError
 
     async with forms() as (server, client, host):
@@ -78,7 +79,7 @@ async def test_nobody_there_is_a_link_error(forms):
 async def test_closing_the_listener_ends_its_handlers(forms):
     ended = trio.Event()
 
-    async def endless(stream):
+    async def endless(stream, _):
         try:
             await trio.sleep_forever()
         finally:

@@ -253,7 +253,7 @@ async def one_way(
         streams = (network.streams("left"), network.streams("right"))
     chunk = memoryview(bytes(256 * 1024))
 
-    async def take(stream: trio.abc.Stream) -> None:
+    async def take(stream: trio.abc.Stream, _: str) -> None:
         async with FrameStream(Counted(stream, received), shaper=receiving) as frames:
             while await frames.receive() is not None:
                 pass
@@ -361,7 +361,7 @@ async def test_streams_of_a_limited_peer_have_small_buffers_at_either_end():
     def size(stream: trio.SocketStream) -> int:
         return stream.socket.getsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF)
 
-    async def note(stream: trio.SocketStream) -> None:
+    async def note(stream: trio.SocketStream, _: str) -> None:
         accepted.append(size(stream))
 
     async with limited.listen(Endpoint("127.0.0.1", 0), note) as at:

@@ -8,7 +8,8 @@ from echo2p2p.net.ports import Endpoint
 from echo2p2p.net.tcp import TcpStreams
 
 
-async def echo(stream):
+async def echo(stream, host):
+    assert host in {"127.0.0.1", "::1"}
     async for data in stream:
         await stream.send_all(data)
 

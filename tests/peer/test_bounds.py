@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+import trio
 
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.relay import RelayNode
@@ -43,12 +44,12 @@ def make_relay() -> RelayNode:
 class Subject:
     """A follower that holds version 0, and a relay without links."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind=Follower, client=None) -> None:
         self.relay = make_relay()
         self.weights = Weights(LAYOUT, SimSharedMemory())
         self.weights.switch(Version(0), Digest(bytes(32)))
-        self.follower = Follower(
-            client=None,
+        self.follower = kind(
+            client=client,
             relay=self.relay,
             weights=self.weights,
             keeper=None,
@@ -123,6 +124,42 @@ async def test_applied_payloads_are_kept_up_to_half_a_model_and_the_newest_alway
     assert subject.versions() == [6]
     subject.applied(7, 100)
     assert subject.versions() == [7]
+
+
+class Coordinator:
+    """Answers for chunks of these payloads."""
+
+    def __init__(self, payloads) -> None:
+        self._assemblies = {payload.manifest_id: payload.assembly for payload in payloads}
+
+    async def chunk(self, identity, index) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return bytes(self._assemblies[identity].chunk(index))
+
+
+class Applying(Follower):
+    """Takes every payload for a good one."""
+
+    async def _apply(self, header, assembly) -> None:
+        assert assembly.complete
+        await trio.lowlevel.checkpoint()
+        self._weights.switch(Version(header.version), Digest(bytes(32)))
+
+
+async def test_a_way_may_lead_over_payloads_that_were_kept_and_forgotten_on_it(
+    autojump_clock,
+) -> None:
+    chain = [KEYS.payload(1, 5000, chunk_bytes=1024, anchor=True)]
+    chain += [KEYS.payload(v, 5000, chunk_bytes=1024) for v in range(2, PAYLOADS_KEPT + 2)]
+    subject = Subject(Applying, Coordinator(chain))
+    follower = subject.follower
+    for payload in chain[1:]:  # from before the weights were lost, or their numbers came again
+        subject.relay.publish(payload.signed, payload.assembly, push=True)
+        follower._keep(payload.manifest_id, 5000)
+    subject.weights.forget()
+    with trio.fail_after(1000):
+        await follower._follow([payload.signed for payload in chain])
+    assert subject.weights.version == PAYLOADS_KEPT + 1
 
 
 async def test_payloads_that_another_way_has_passed_by_are_forgotten(subject) -> None:

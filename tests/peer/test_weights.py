@@ -134,7 +134,7 @@ class Subject:
             run_public_key=KEYS.run_public_key,
             sign=key.sign,
             card=KEYS.card("p"),
-            streams=network.node("p"),
+            streams=network.streams("p"),
             endpoint=None,
             wants=lambda _: False,
             payload_memory=lambda header: self.follower.payload_memory(header),

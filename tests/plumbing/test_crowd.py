@@ -129,7 +129,9 @@ def test_slow_and_half_open_connections_are_no_harm_to_others(tmp_path, tls):
         assert "Traceback" not in run.text()
 
 
-async def test_a_tls_handshake_that_never_ends_is_cut_and_others_are_served():
+@contextlib.asynccontextmanager
+async def beset_by_half_open_tls(limits: HttpLimits, count: int):
+    """Yield ``count`` connections in their TLS handshake, and what asks the same server."""
     entropy, journal = SimEntropy("tls"), TraceJournal()
     authority = CertificateAuthority(RunKeys.create(entropy), SystemClock(), entropy)
     material = TlsServer(authority.certificate, *authority.issue_coordinator(["127.0.0.1"]))
@@ -140,18 +142,45 @@ async def test_a_tls_handshake_that_never_ends_is_cut_and_others_are_served():
     routes = (Route("GET", "/", answer, 0),)
     with trio.fail_after(20):
         async with open_aio(journal) as aio:
-            server = AioHttpServer(aio, material, journal, HttpLimits(handshake_s=0.3))
+            server = AioHttpServer(aio, material, journal, limits)
             async with server.serve(routes, Endpoint("127.0.0.1", 0)) as at:
-                half_open = [await trio.open_tcp_stream(at.host, at.port) for _ in range(20)]
+                half_open = [await trio.open_tcp_stream(at.host, at.port) for _ in range(count)]
                 for stream in half_open[::2]:
                     await stream.send_all(b"\x16\x03\x01\x02\x00\x01")
                 url, trusted = f"https://127.0.0.1:{at.port}", TlsClient(authority.certificate)
-                async with AioHttpClients(aio).connect(url, trusted) as client:
-                    assert (await client.request("GET", "/", timeout_s=5)).status == 200
-                for stream in half_open:
-                    async with stream:
-                        with contextlib.suppress(trio.BrokenResourceError):
-                            assert await stream.receive_some(1) == b""
+
+                async def status() -> int:
+                    async with AioHttpClients(aio).connect(url, trusted) as client:
+                        return (await client.request("GET", "/", timeout_s=5)).status
+
+                yield half_open, status
+
+
+async def is_cut(stream: trio.SocketStream) -> None:
+    with contextlib.suppress(trio.BrokenResourceError):
+        assert await stream.receive_some(1) == b""
+    await stream.aclose()
+
+
+async def test_a_tls_handshake_that_never_ends_is_cut_and_others_are_served():
+    async with beset_by_half_open_tls(HttpLimits(handshake_s=0.3), 20) as (half_open, status):
+        assert await status() == 200
+        for stream in half_open:
+            await is_cut(stream)
+
+
+async def test_tls_handshakes_count_as_connections_and_take_no_more_files_than_these():
+    limits = HttpLimits(handshake_s=60, connections_max=5)
+    async with beset_by_half_open_tls(limits, 20) as (half_open, status):
+        for stream in half_open[:15]:
+            await is_cut(stream)
+        assert await status() == 200
+        await is_cut(half_open[15])
+        for stream in half_open[16:]:
+            with trio.move_on_after(0.05) as scope:
+                await stream.receive_some(1)
+            assert scope.cancelled_caught, "there is room for it"
+            await stream.aclose()
 
 
 # --- open files ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from echo2p2p.net.ports import Endpoint, Response, Route
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.http import HEAD_BYTES, SimHttp
 from echo2p2p.testing.journal import TraceJournal
-from echo2p2p.testing.links import MATHIS, PACKET_BYTES, SEGMENT_BYTES, SimLinks
+from echo2p2p.testing.links import AT_ONCE_S, MATHIS, PACKET_BYTES, SEGMENT_BYTES, SimLinks
 
 RATE = 1e6
 
@@ -79,6 +79,22 @@ def test_what_follows_a_lost_packet_waits_for_it():
 
     play(links, main)
     assert order == list(range(50))
+
+
+def test_a_small_segment_does_not_overtake_a_large_one_that_is_almost_in():
+    links = links_of(down_bytes_per_s=RATE)
+    links.add_node("c", up_bytes_per_s=RATE, latency_s=0.01)
+    order = []
+
+    async def main() -> None:
+        links.travel(links.lane("a", "b"), SEGMENT_BYTES, lambda: order.append("large"))
+        # Once over the uplink and once over the downlink, less half of what is not waited for.
+        await trio.sleep(2 * SEGMENT_BYTES / RATE - AT_ONCE_S / 2)
+        links.travel(links.lane("c", "b"), 1, lambda: order.append("small"))
+        await trio.sleep(1)
+
+    play(links, main)
+    assert order == ["large", "small"]
 
 
 def test_the_same_seed_loses_the_same_packets_and_another_loses_others():

@@ -26,7 +26,7 @@ async def connected(network, dialler="a", listener="b", port=1):
     accepted = []
     there = trio.Event()
 
-    async def accept(stream):
+    async def accept(stream, _):
         accepted.append(stream)
         there.set()
         await trio.sleep_forever()
@@ -150,7 +150,7 @@ async def test_dialling_is_refused_or_times_out(autojump_clock):
 
 
 async def test_a_taken_port_is_a_wrong_setting_and_port_zero_is_never_taken(autojump_clock):
-    async def accept(stream):
+    async def accept(stream, _):
         pass
 
     async with two_nodes() as network, connected(network):

@@ -27,6 +27,7 @@ from aiohttp import web
 from echo2p2p.errors import ConfigError
 from echo2p2p.limits import KIB, MIB
 from echo2p2p.net import routing, tls
+from echo2p2p.net.aio.doorway import Doorway
 from echo2p2p.net.aio.thread import AioThread
 from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsServer
 
@@ -38,8 +39,9 @@ class HttpLimits:
     """What a server puts up with."""
 
     connections_max: int = 8192
-    """More are cut at once. A peer has up to eight, most of them in long polls; whoever serves
-    makes sure that so many files may be open (`echo2p2p.net.open_files`)."""
+    """A newer one takes the place of the oldest, of the address that has most of them. A peer has
+    up to eight, most of them in long polls; whoever serves makes sure that so many files may be
+    open (`echo2p2p.net.open_files`)."""
     bodies_bytes_max: int = 512 * MIB
     """Bodies in memory at once, of all requests; beyond that 503."""
     bodies_bytes_max_each: int = 96 * MIB
@@ -51,7 +53,7 @@ class HttpLimits:
     """A body, or an answer, may take this long plus its length at ``transfer_bytes_per_s_min``."""
     transfer_bytes_per_s_min: float = 16.0 * KIB
     handshake_s: float = 10.0
-    """A TLS handshake takes three packets; connections in it are not counted yet."""
+    """A TLS handshake takes three packets."""
     close_s: float = 1.0
     """Time for answers under way when the server closes."""
 
@@ -60,16 +62,15 @@ class _BodyTooLongError(Exception):
     """The client sent more than its route takes."""
 
 
-class _LimitedServer(web.Server):
-    """aiohttp's server has no limit on connections."""
+class _CountedServer(web.Server):
+    """aiohttp's server, which tells the doorway of connections that have ended."""
 
-    connections_max: int
+    doorway: Doorway
 
-    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:  # noqa: ANN401
-        """Take the connection, or cut it."""
-        super().connection_made(handler, transport)
-        if len(self.connections) > self.connections_max:
-            transport.abort()
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:  # noqa: ANN401
+        """Pass it on."""
+        super().connection_lost(handler, exc)
+        self.doorway.lost(handler)
 
 
 class _ComplaintHandler(logging.Handler):
@@ -115,8 +116,7 @@ class _Serving:
         self._limits = limits
         self._bodies_bytes = 0
         self._bodies_bytes_of: Counter[str] = Counter()
-        self._web: _LimitedServer | None = None
-        self._server: asyncio.Server | None = None
+        self._web: _CountedServer | None = None
         self.nursery: trio.Nursery | None = None
         """Set while handlers may be started."""
 
@@ -125,7 +125,7 @@ class _Serving:
         # Not from the global tree: it belongs to this server and its journal alone.
         logger = logging.Logger("echo2p2p.http")  # noqa: LOG001
         logger.addHandler(_ComplaintHandler(self._aio, self._journal))
-        self._web = _LimitedServer(
+        self._web = _CountedServer(
             self._handle,
             handler_cancellation=True,
             access_log=None,
@@ -134,34 +134,29 @@ class _Serving:
             lingering_time=self._limits.close_s,
             auto_decompress=False,
         )
-        self._web.connections_max = self._limits.connections_max
+        self._web.doorway = Doorway(
+            self._aio.loop,
+            self._web,
+            connections_max=self._limits.connections_max,
+            context=context,
+            handshake_s=self._limits.handshake_s,
+            close_s=self._limits.close_s,
+        )
         try:
-            self._server = await self._aio.loop.create_server(
-                self._web,
-                endpoint.host,
-                endpoint.port,
-                ssl=context,
-                backlog=512,
-                start_serving=False,
-                ssl_handshake_timeout=None if context is None else self._limits.handshake_s,
-                ssl_shutdown_timeout=None if context is None else self._limits.close_s,
-            )
+            host, port = await self._web.doorway.bind(endpoint.host, endpoint.port)
         except OSError as error:
             raise _bind_error(endpoint, error) from error
-        host, port = self._server.sockets[0].getsockname()[:2]
         return Endpoint(host, port)
 
     async def accept(self) -> None:
         """Accept connections."""
-        assert self._server is not None
-        await self._server.start_serving()
+        assert self._web is not None
+        self._web.doorway.accept()
 
     async def close(self) -> None:
         """Stop accepting, let answers under way out for a moment, cut what is left."""
-        if self._server is not None:
-            self._server.close()
         if self._web is not None:
-            await asyncio.sleep(0)
+            await self._web.doorway.close()
             transports = [connection.transport for connection in self._web.connections]
             self._web.pre_shutdown()
             await self._web.shutdown(self._limits.close_s)
