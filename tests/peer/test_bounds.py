@@ -4,6 +4,7 @@ import msgspec
 import pytest
 import trio
 
+import peer.weights
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.testing.journal import TraceJournal
@@ -44,11 +45,11 @@ def make_relay() -> RelayNode:
 class Subject:
     """A follower that holds version 0, and a relay without links."""
 
-    def __init__(self, kind=Follower, client=None) -> None:
+    def __init__(self, client=None) -> None:
         self.relay = make_relay()
         self.weights = Weights(LAYOUT, SimSharedMemory())
         self.weights.switch(Version(0), Digest(bytes(32)))
-        self.follower = kind(
+        self.follower = Follower(
             client=client,
             relay=self.relay,
             weights=self.weights,
@@ -137,25 +138,33 @@ class Coordinator:
         return bytes(self._assemblies[identity].chunk(index))
 
 
-class Applying(Follower):
-    """Takes every payload for a good one."""
+class TakesAll:
+    """An `Apply` that takes every payload for a good one."""
 
-    async def _apply(self, header, assembly) -> None:
-        assert assembly.complete
+    def __init__(self, header, assembly, *, weights, **_) -> None:
+        self._header, self._assembly, self._weights = header, assembly, weights
+
+    async def advance(self) -> bool:
         await trio.lowlevel.checkpoint()
-        self._weights.switch(Version(header.version), Digest(bytes(32)))
+        return False
+
+    async def finish(self, *, offer: bool) -> None:
+        await trio.lowlevel.checkpoint()
+        assert self._assembly.complete
+        self._weights.switch(Version(self._header.version), Digest(bytes(32)))
 
 
 async def test_a_way_may_lead_over_payloads_that_were_kept_and_forgotten_on_it(
-    autojump_clock,
+    autojump_clock, monkeypatch
 ) -> None:
+    monkeypatch.setattr(peer.weights, "Apply", TakesAll)
     chain = [KEYS.payload(1, 5000, chunk_bytes=1024, anchor=True)]
     chain += [KEYS.payload(v, 5000, chunk_bytes=1024) for v in range(2, PAYLOADS_KEPT + 2)]
-    subject = Subject(Applying, Coordinator(chain))
+    subject = Subject(Coordinator(chain))
     follower = subject.follower
     for payload in chain[1:]:  # from before the weights were lost, or their numbers came again
         subject.relay.publish(payload.signed, payload.assembly, push=True)
-        follower._keep(payload.manifest_id, 5000)
+        follower._keep(payload.manifest_id, payload.assembly.header)
     subject.weights.forget()
     with trio.fail_after(1000):
         await follower._follow([payload.signed for payload in chain])
