@@ -206,7 +206,7 @@ class Publisher:
         self._published = PublishedState(
             newest.version, newest.step, newest.generation, digest, bits
         )
-        self._journal.event(VERSIONS_RESTORED, latest=newest.version)
+        self._journal.event(VERSIONS_RESTORED, latest=newest.version, digest=digest.hex()[:16])
 
     async def run(self) -> None:
         """Make merged deltas beside the publications; runs until cancelled.

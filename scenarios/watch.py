@@ -82,6 +82,8 @@ class Watch:
         ]
         self.newest: int | None = None
         """Version."""
+        self._applied = -1
+        """Newest that anybody has applied."""
         self.proved: dict[str, int] = {}
         """Version that each machine's engine has proved in this life of its peer."""
         self.converged_s: float | None = None
@@ -103,6 +105,10 @@ class Watch:
         version = fields.get("version")
         if name == "version.published" and isinstance(version, int):
             self.newest = version
+        elif name == "versions.restored":
+            self.newest = int(str(fields.get("latest")))
+        elif name == "version.applied" and isinstance(version, int):
+            self._applied = max(self._applied, version)
         elif name == "version.loaded" and isinstance(version, int):
             self.proved[str(fields.get("node"))] = version
         for checker in self.checkers:
@@ -145,6 +151,10 @@ class Watch:
         look = audit_rows(rows, history, world.record, groups_per_step=groups)
         for problem in [*look.findings.problems, *world.record.problems]:
             self.breach(TRAINED_ONCE, problem)
+        (row,) = rows.execute("SELECT coalesce(max(version), -1) FROM versions").fetchall()
+        if self._applied > int(str(row[0])):
+            detail = f"version {self._applied} was applied, the store ends at {row[0]}"
+            self.breach(VersionsNeverFork.name, detail)
         summary = world.summary
         if summary is None:
             self.breach(ENDS_WELL, "the coordinator has left no summary")

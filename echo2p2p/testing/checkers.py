@@ -62,22 +62,36 @@ class NothingTooOld:
 
 
 class VersionsNeverFork:
-    """Publication numbers count up by one; a peer never applies one that was not published."""
+    """Publication numbers count up by one; a peer never applies one that was not published.
+
+    A coordinator may die between serving a version and saying so. So a peer may apply the very
+    next number too early, as long as that number stands for something afterwards.
+    """
 
     name = "versions never fork"
 
     def __init__(self) -> None:
         self._latest = -1
+        self._ahead = -1
 
     def see(self, event: str, fields: Mapping[str, object]) -> str | None:
-        """Look at each publication and each application."""
+        """Look at each publication, each application, and what a restart has found."""
         version = fields.get("version")
         if event == "version.published":
             if version != self._latest + 1:
                 return f"version {version} published after {self._latest}"
             self._latest += 1
-        elif event == "version.applied" and isinstance(version, int) and version > self._latest:
-            return f"version {version} applied, {self._latest} is the newest"
+        elif event in {"versions.restored", "chain.lost"}:
+            latest = fields.get("latest", version)
+            if not isinstance(latest, int) or not self._latest <= latest <= self._latest + 1:
+                return f"restored up to {latest}, published up to {self._latest}"
+            if latest < self._ahead:
+                return f"restored up to {latest}, applied up to {self._ahead}"
+            self._latest = latest
+        elif event == "version.applied" and isinstance(version, int):
+            if version > self._latest + 1:
+                return f"version {version} applied, {self._latest} is the newest"
+            self._ahead = max(self._ahead, version)
         return None
 
 
@@ -94,6 +108,8 @@ class VersionsAreWhole:
         version, digest = fields.get("version"), fields.get("digest")
         if event == "version.published":
             self._digests[version] = digest
+        elif event == "versions.restored":
+            self._digests[fields.get("latest")] = digest
         elif event in {"version.applied", "version.loaded"}:
             known = self._digests.get(version)
             if known is not None and digest != known:

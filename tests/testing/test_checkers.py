@@ -36,6 +36,14 @@ def applied(version: object) -> Event:
     return "version.applied", {"version": version}
 
 
+def restored(latest: int) -> Event:
+    return "versions.restored", {"latest": latest}
+
+
+def lost(version: int) -> Event:
+    return "chain.lost", {"version": version}
+
+
 def step(number: int, age_max: object = 0) -> Event:
     return "step.done", {"step": number, "age_max": age_max}
 
@@ -70,12 +78,18 @@ def test_a_step_may_use_up_the_budget_and_not_more() -> None:
     ("events", "breach"),
     [
         ([published(0), applied(0), applied(0), published(1), applied(0), applied(1)], None),
-        ([applied(0)], 0),
+        ([applied(1)], 0),
         ([published(1)], 0),
         ([published(0), published(0)], 1),
         ([published(0), published(2)], 1),
         ([published(0), published(1), published(0)], 2),
-        ([published(0), applied(1)], 1),
+        ([published(0), applied(2)], 1),
+        ([published(0), applied(1), published(1), applied(1)], None),
+        ([published(0), applied(1), restored(1), published(2)], None),
+        ([published(0), applied(1), restored(0)], 2),
+        ([published(0), restored(2)], 1),
+        ([published(0), published(1), restored(0)], 2),
+        ([published(0), lost(1), published(2)], None),
         ([published(None)], 0),
         ([("version.loaded", {"version": 9}), applied(None)], None),
     ],
