@@ -15,6 +15,8 @@ STORIES = sorted(shipped())
 SWARM_SEEDS = {
     6: "a hung engine is told by its deadline, and the peer converges",
     8: "a peer that is killed twice within a second",
+    27: "a coordinator dies between serving a version and saying so",
+    36: "an engine hangs on a machine that is slow",
 }
 """Seeds that failed once, and of what."""
 
