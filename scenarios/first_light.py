@@ -1,4 +1,4 @@
-"""A coordinator and three peers; one peer crashes and comes back, and the learner dies once.
+"""A story by hand, for tests that need exact moments: three peers, a crash, a lost learner.
 
 The claim: the run ends with every step taken, nobody's acknowledged work lost or trained twice,
 nothing older than S trained, and publication numbers that only go up, by one.
