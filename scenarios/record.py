@@ -28,6 +28,8 @@ class Record:
     """Leases whose upload was not, and why."""
     samples: dict[str, str] = field(default_factory=dict)
     """The lease of each sample ever uploaded, by its name in the learner's log."""
+    reasons: set[str] = field(default_factory=set)
+    """All reasons for which an upload was ever refused."""
     duplicates: int = 0
     """Uploads that were told to have come before."""
     versions: dict[int, bytes] = field(default_factory=dict)
@@ -39,6 +41,8 @@ class Record:
         outcome = reply.outcome
         reason = outcome.reason or ""
         self.duplicates += reply.duplicate
+        if not outcome.accepted:
+            self.reasons.add(reason)
         if outcome.accepted:
             self.acknowledged.setdefault(lease_id, samples)
             if lease_id in self.refused:
