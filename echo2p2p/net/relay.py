@@ -35,10 +35,12 @@ from echo2p2p.net.connections import Connections
 from echo2p2p.net.payloads import (
     BAD_SOURCES_MAX,
     OTHERS,
+    Begin,
     Passed,
     Payload,
     RelaySettings,
     RelayStatistics,
+    in_memory,
     open_manifest,
     payload_fills,
 )
@@ -84,7 +86,7 @@ class RelayNode:
         wants: Whether to follow a verified manifest that a peer offers; synchronous.
         asked: Told, now and again, of an anchor that was offered, that we do not hold, and that a
             peer wants of us; synchronous.
-        payload_memory: Makes the memory of a payload to be followed; ``None``: it is our own.
+        begin: Makes the assembly of a payload to be followed, and says where it lies.
         journal: Where events go.
         entropy: For nonces.
         rng: For choices among equals, and jitter.
@@ -104,7 +106,7 @@ class RelayNode:
         dialable: bool | None = None,
         wants: Callable[[ManifestHeader], bool],
         asked: Callable[[Signed, ManifestHeader], None] = lambda _signed, _header: None,
-        payload_memory: Callable[[ManifestHeader], SharedState | None] = lambda _header: None,
+        begin: Begin = in_memory,
         journal: Journal,
         entropy: Entropy,
         rng: random.Random,
@@ -118,7 +120,7 @@ class RelayNode:
         self._dialable = endpoint is not None if dialable is None else dialable
         self._wants = wants
         self._asked = asked
-        self._payload_memory = payload_memory
+        self._begin = begin
         self._journal = journal
         self._swarm = Swarm(is_source=me == SOURCE, rng=rng, settings=settings.swarm)
         self._connections = Connections(
@@ -226,8 +228,7 @@ class RelayNode:
         if manifest_id not in self._payloads:
             header = open_manifest(signed, self._self)
             check_header(header)
-            memory = self._payload_memory(header)
-            assembly = Assembly(header, None if memory is None else memory.view)
+            assembly, memory = self._begin(manifest_id, header)
             self._add(Payload(signed, header, assembly, memory), push=push)
             self._journal.event(
                 PAYLOAD_FOLLOWED,

@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, digest_of, peer_id_of
 from echo2p2p.limits import PROTOCOL
-from echo2p2p.net.payloads import RelaySettings
-from echo2p2p.net.ports import Endpoint, SharedState, Streams
+from echo2p2p.net.payloads import Begin, RelaySettings, in_memory
+from echo2p2p.net.ports import Endpoint, Streams
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import SimEntropy
@@ -159,7 +159,7 @@ class RelayNet:
         incarnation: int = 1,
         wants: Callable[[ManifestHeader], bool] = lambda _header: True,
         asked: Callable[[Signed, ManifestHeader], None] = lambda _signed, _header: None,
-        payload_memory: Callable[[ManifestHeader], SharedState | None] = lambda _header: None,
+        begin: Begin = in_memory,
         streams: Streams | None = None,
         kind: type[RelayNode] = RelayNode,
     ) -> Member:
@@ -178,7 +178,7 @@ class RelayNet:
             endpoint=self._listen(name),
             wants=wants,
             asked=asked,
-            payload_memory=payload_memory,
+            begin=begin,
             journal=journal,
             entropy=entropy,
             rng=entropy.rng("relay"),
