@@ -189,6 +189,8 @@ class Plan(Message, frozen=True, kw_only=True, tag="plan"):
     activation: Literal["active", "idle", "drain"]
     """Idle peers follow versions and relay but are not leased work."""
     neighbours: list[Neighbour]
+    mesh: bool
+    """Whether every peer is to be linked to every other."""
     run_state: Literal["running", "finished", "failed"]
 
 
