@@ -47,6 +47,8 @@ class LearnerFaults:
 
 
 _STEP_BYTES: Final = 8
+ROWS: Final = 384
+"""Of the largest matrix."""
 
 
 class FakeLearner:
@@ -61,6 +63,7 @@ class FakeLearner:
         save_s: For one checkpoint.
         changed_share: Part of the elements that a step changes.
         finds: Whether it lists what changed, as one on a GPU does.
+        rows: Of the largest matrix.
         timeout_s: When a hanging call is given up.
         faults: What goes wrong.
         history: Told of each start, with its step, and of each step, with its samples.
@@ -76,6 +79,7 @@ class FakeLearner:
         save_s: float = 0.0,
         changed_share: float = 0.02,
         finds: bool = False,
+        rows: int = ROWS,
         timeout_s: float = 3600.0,
         faults: LearnerFaults | None = None,
         history: Callable[[str, int, list[str]], None] = lambda _what, _step, _samples: None,
@@ -94,7 +98,7 @@ class FakeLearner:
         self._layout = plan_layout(
             [
                 ("model.embed_tokens.weight", "bf16", (256, 64), ("lm_head.weight",)),
-                ("model.layers.0.mlp.weight", "bf16", (384, 64), ()),
+                ("model.layers.0.mlp.weight", "bf16", (rows, 64), ()),
                 ("model.layers.1.mlp.weight", "bf16", (128, 64), ()),
                 ("model.norm.weight", "bf16", (64,), ()),
             ]

@@ -35,7 +35,7 @@ from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
 from scenarios.fake_engine import FakeEngine
-from scenarios.fake_learner import FakeLearner, LearnerFaults
+from scenarios.fake_learner import ROWS, FakeLearner, LearnerFaults
 from scenarios.false_uploads import Loot, WatchedHttp
 from scenarios.lies import Lies, WatchedStreams
 from scenarios.machines import GRACE_S, Machine, PeerSpec
@@ -68,6 +68,8 @@ class WorldSpec:
     learner_save_s: float = 0.0
     learner_changed_share: float = 0.02
     """Of the elements, in a step."""
+    model_rows: int = ROWS
+    """Of the model's largest matrix."""
     learner_finds: bool = False
     """Whether it lists what changed, as one on a GPU does."""
     learner_faults: tuple[LearnerFaults, ...] = ()
@@ -274,6 +276,7 @@ class World:
             save_s=spec.learner_save_s,
             changed_share=spec.learner_changed_share,
             finds=spec.learner_finds,
+            rows=spec.model_rows,
             faults=faults[lives] if lives < len(faults) else None,
             history=lambda what, step, names: self.history.append((what, step, names)),
         )
