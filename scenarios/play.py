@@ -28,7 +28,7 @@ from scenarios.world import World
 TICK_S: Final = 1 / 1024
 """How late a timer may be. In a large world much is due in each such moment; seen to one by one, it
 would cost twice as much."""
-COLLECT: Final = (50_000, 20, 100)
+COLLECT: Final = (200_000, 20, 100)
 """Thresholds of the garbage collector."""
 
 
