@@ -69,14 +69,14 @@ class FrameStream:
         Raises:
             LinkError: In the place of what a send raises when the remote did not take it in time.
         """
-        with trio.CancelScope() as self._patience:
+        with trio.CancelScope() as scope:
+            self._patience = scope
             try:
                 yield
             finally:
-                self._patience.deadline = math.inf
-        if self._patience.cancelled_caught:
+                self._patience = None
+        if scope.cancelled_caught:
             raise self._too_slow()
-        self._patience = None
 
     async def send(self, *messages: RelayFrame) -> None:
         """Write messages, none of them a `Chunk`. A cancelled send leaves the stream unusable.

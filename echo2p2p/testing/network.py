@@ -220,8 +220,7 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise ValueError("max_bytes must be >= 1")
         self._receiving = True
         try:
-            if self._arrived or self._closed or self._broken or self._eof:
-                await trio.lowlevel.checkpoint()
+            await trio.lowlevel.checkpoint()
             while not self._arrived:
                 if self._closed:
                     raise trio.ClosedResourceError
