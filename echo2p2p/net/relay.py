@@ -166,25 +166,26 @@ class RelayNode:
         """Serve a connection from ``host`` that the caller has accepted, to its end."""
         await self._connections.accept(stream, host)
 
-    def set_neighbours(self, neighbours: Iterable[Neighbour], source: Address | None) -> None:
+    def set_neighbours(
+        self, neighbours: Iterable[Neighbour], source: Address | None, *, mesh: bool
+    ) -> None:
         """Keep these links from now on, and no other that we dialled.
 
         Of two peers that can both be dialled the one with the smaller id dials; otherwise the one
-        that cannot be dialled does. Everybody dials the source.
+        that cannot be dialled does. Everybody dials the source. ``mesh``: whether every peer is to
+        be linked to every other.
         """
         targets: dict[PeerId, Endpoint] = {}
-        count = 0
         for neighbour in neighbours:
             peer_id = PeerId(neighbour.peer_id)
             if peer_id == self._self.peer_id:
                 continue
-            count += 1
             ours = not self._dialable or self._self.peer_id < peer_id
             if neighbour.address is not None and ours:
                 targets[peer_id] = Endpoint(neighbour.address.host, neighbour.address.port)
         if source is not None and self._self.peer_id != SOURCE:
             targets[SOURCE] = Endpoint(source.host, source.port)
-        self._swarm.set_neighbours_planned(count)
+        self._swarm.set_mesh(mesh)
         self._connections.set_targets(targets)
 
     def set_uplinks(self, uplinks: Mapping[PeerId, float]) -> None:

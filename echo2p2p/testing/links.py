@@ -95,7 +95,7 @@ class SimLinks:
         self._nodes: dict[str, Node] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._earlier = trio.Event()
+        self._pause = trio.CancelScope()
         self._cuts: set[tuple[str, str]] = set()
         self._frozen: set[str] = set()
         self._held: list[tuple[str, str, Callable[[], None]]] = []
@@ -160,9 +160,9 @@ class SimLinks:
             now = trio.current_time()
             while self._events and self._events[0][0] <= now:
                 heapq.heappop(self._events)[2]()
-            self._earlier = trio.Event()
-            with trio.move_on_at(self._events[0][0] if self._events else math.inf):
-                await self._earlier.wait()
+            until_s = self._events[0][0] if self._events else math.inf
+            with trio.CancelScope(deadline=until_s) as self._pause:
+                await trio.sleep_forever()
 
     # --- what connections do ------------------------------------------------------------------
 
@@ -173,8 +173,8 @@ class SimLinks:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run ``action`` in ``delay_s`` seconds."""
         when = trio.current_time() + delay_s
-        if not self._events or when < self._events[0][0]:
-            self._earlier.set()
+        if when < self._pause.deadline:
+            self._pause.deadline = when
         heapq.heappush(self._events, (when, next(self._order), action))
 
     def travel(self, lane: Lane, size: int, deliver: Callable[[], None]) -> float:

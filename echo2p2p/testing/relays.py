@@ -10,6 +10,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, digest_of, peer_id_of
 from echo2p2p.limits import PROTOCOL
@@ -207,7 +208,9 @@ class RelayNet:
         for member in self.members.values():
             chosen = overlay.get(self.peer_id(member.name)) if overlay else None
             plan = [one for one in everybody if chosen is None or one.peer_id in chosen]
-            member.node.set_neighbours(plan, self.source.address)
+            member.node.set_neighbours(
+                plan, self.source.address, mesh=len(everybody) <= MESH_NODES_MAX
+            )
 
     async def wait_linked(self, links: int | None = None) -> None:
         """Wait until there are so many links in all (default: all pairs, the source included)."""
