@@ -21,6 +21,7 @@ from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.testing.journal import Entry
 from echo2p2p.testing.relays import RUN_ID, RelayNet, RunKeys
 from echo2p2p.wire.handshake import Self
+from echo2p2p.wire.messages import Ping
 
 KEYS, OTHERS = RunKeys(), RunKeys(1)
 HERE = Endpoint("127.0.0.1", 0)
@@ -36,11 +37,12 @@ class Past(SystemClock):
 
 
 class Tapped(TcpStreams):
-    """What it dials remembers the bytes that crossed the wire."""
+    """What it dials remembers the bytes that crossed the wire, and may change one of each write."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = bytearray()
+        self.flips = False
 
     async def dial(self, endpoint: Endpoint, *, timeout_s: float) -> trio.abc.Stream:
         stream = await super().dial(endpoint, timeout_s=timeout_s)
@@ -49,7 +51,7 @@ class Tapped(TcpStreams):
 
         async def send(data: bytes) -> None:
             self.seen += data
-            await send_all(data)
+            await send_all(data[:-1] + bytes([data[-1] ^ self.flips]))
 
         async def receive(max_bytes: int | None = None) -> bytes | bytearray:
             data = await receive_some(max_bytes)
@@ -172,6 +174,24 @@ async def test_a_member_is_linked_by_its_own_leaf_and_card() -> None:
         await net.start("source")
         await link_to_source(net, in_tls(KEYS.leaf("p0")), me("p0"))
         assert (await of_source(net, "link.opened")).fields["peer"] == KEYS.identity("p0")[0]
+
+
+async def test_what_is_changed_on_its_way_ends_the_link() -> None:
+    wire = Tapped()
+    async with relays(lambda name: in_tls(KEYS.leaf(name))) as net:
+        await net.start("source")
+        address = net.source.address
+        assert address is not None
+        there = Endpoint(address.host, address.port)
+        stream = await TlsStreams(wire, KEYS.leaf("p0")).dial(there, timeout_s=5)
+        link = await open_link(stream, me("p0"), nonce=bytes(32), expected=SOURCE)
+        await of_source(net, "link.opened")
+        wire.flips = True
+        link.send_nowait(Ping(nonce=1))
+        with contextlib.suppress(LinkError):  # the source may reset the connection
+            await link.run(Deaf())
+        closed = await of_source(net, "link.closed")
+        assert closed.fields["detail"] == "the connection broke while receiving"
 
 
 # --- strangers who dial -------------------------------------------------------------------------
