@@ -130,8 +130,10 @@ class Roster:
 
         Each of those has a whole term to be heard.
         """
+        rows = await self._book.members()
+        # Only now, and without another pause: who asked in between would be told that it is none.
         self._layout = layout
-        for row in await self._book.members():
+        for row in rows:
             self._members.remember(row.peer_id, row.incarnation)
             if row.live:
                 request = stored(row.join_body, JoinRequest)

@@ -15,7 +15,7 @@ from echo2p2p.broadcast.deal import RATE_ASSUMED_BYTES_PER_S
 from echo2p2p.broadcast.overlay import Neighbours
 from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import RemoteProtocolError
-from echo2p2p.ids import SOURCE
+from echo2p2p.ids import SOURCE, PeerId
 from echo2p2p.net.trust import credential_digest
 from echo2p2p.testing.clock import EPOCH_S
 from echo2p2p.testing.disk import SimDisk
@@ -329,6 +329,27 @@ async def test_nobody_elses_and_no_dead_incarnations_heartbeat_counts(
 
 
 # --- our own restart --------------------------------------------------------------------------
+
+
+async def test_it_does_not_open_before_it_knows_its_members(autojump_clock, disk: SimDisk) -> None:
+    async with open_bench(disk, seed=1) as bench:
+        peer_id = (await bench.join("ann")).peer_id
+    async with open_bench(disk, seed=2, learner_up=False) as bench:
+        seen: list[tuple[bool, bool]] = []
+
+        async def look() -> None:
+            while True:
+                known = bench.state.members.is_live(PeerId(peer_id))
+                seen.append((bench.roster.is_open, known))
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            await bench.roster.load(LAYOUT.table)
+            nursery.cancel_scope.cancel()
+        assert bench.roster.is_open
+    assert (False, False) in seen
+    assert (True, False) not in seen, "who asked then was told that it is no member"
 
 
 async def test_members_live_on_through_our_restart_with_their_credentials(
