@@ -17,12 +17,13 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check unit golden clean
+.PHONY: help demo test check unit nightly golden clean
 
 help:
 	@echo "make demo    train a tiny model with one coordinator and three peers on this machine"
 	@echo "make test    lint, types, import rules, tests, and the built wheel"
 	@echo "make check   the first three of these only"
+	@echo "make nightly long runs: a thousand drawn worlds, large stories, fuzzing, kills, memory (hours)"
 	@echo "make golden  write the golden bytes of the protocol anew (a commit of its own)"
 
 $(VENV)/bin/python:
@@ -63,6 +64,14 @@ unit: $(VENV)/.dev
 	$(BIN)/pytest
 
 test: check unit
+
+nightly: $(VENV)/.dev
+	$(BIN)/echo2-scenario swarm --seeds 1000 --jobs 2
+	$(BIN)/echo2-scenario run large/scale
+	$(BIN)/echo2-scenario run large/thundering-herd
+	$(BIN)/python -m echo2p2p.testing.fuzz_payloads
+	$(BIN)/echo2-scenario torture --kills 100
+	$(BIN)/echo2-scenario soak --minutes 20
 
 golden: $(VENV)/.dev
 	$(BIN)/python -m echo2p2p.testing.golden

@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from echo2p2p.broadcast.overlay import DEGREE
 from echo2p2p.limits import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
@@ -226,6 +227,9 @@ class MembershipSection(Section):
     """A peer not heard of for this long is gone (DESIGN §5)."""
     heartbeat_s: PositiveFloat = 2.0
     """Asked of the peers; several must fit into a term."""
+    degree: Annotated[int, Field(ge=2, le=64)] = DEGREE
+    """Links to other peers that each should have at least in a run of more than 16; the fewer, the
+    longer is the way of a version, the more, the more announcements there are (DESIGN §5)."""
 
 
 class Settings(Section):

@@ -1,11 +1,13 @@
 """Membership with its consequences: keys, cards, rows on disk, leases of the gone, plans.
 
-`coordinator.membership` decides; this shell performs. The overlay is re-planned whenever the set
-of members changes.
+`coordinator.membership` decides; this shell performs. The overlay is re-planned when the set of
+members has changed: at once as long as everybody is linked to everybody, in a large run a moment
+later for all changes together. Until then a newcomer has half of its links.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -27,8 +29,9 @@ from coordinator.membership import (
 )
 from coordinator.run_state import RunState
 from coordinator.schema import MemberRow, stored
-from echo2p2p.broadcast.overlay import DEGREE, Neighbours, plan_overlay
 from echo2p2p.broadcast.overlay import Member as OverlayMember
+from echo2p2p.broadcast.overlay import Neighbours, link_newcomer, plan_overlay, unlink
+from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import EchoError
 from echo2p2p.ids import SOURCE, Incarnation, PeerId
 from echo2p2p.net.ports import Entropy, Journal, WallClock
@@ -58,6 +61,10 @@ PEER_READY: Final = "peer.ready"
 PEER_EVICTED: Final = "peer.evicted"
 PEER_LEFT: Final = "peer.left"
 """Event names."""
+
+REPLAN_S: Final = 0.5
+"""So long changes of membership wait for company; a plan of 1000 members takes 0.1 s. The peers
+hear of it with their heartbeats, so it could not be noticed much sooner."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,7 @@ class Roster:
         self._journal = journal
         self._overlay: Neighbours = {}
         self._overlay_rng = entropy.rng("overlay")
+        self._replan_s = math.inf
         self._woken = trio.lowlevel.ParkingLot()
         self._source = source
 
@@ -122,8 +130,10 @@ class Roster:
 
         Each of those has a whole term to be heard.
         """
+        rows = await self._book.members()
+        # Only now, and without another pause: who asked in between would be told that it is none.
         self._layout = layout
-        for row in await self._book.members():
+        for row in rows:
             self._members.remember(row.peer_id, row.incarnation)
             if row.live:
                 request = stored(row.join_body, JoinRequest)
@@ -180,8 +190,7 @@ class Roster:
         self._journal.event(
             PEER_JOINED, peer=peer_id, who=member.name, incarnation=member.incarnation
         )
-        self._replan()
-        self._woken.unpark_all()
+        self._take_in(member)
         card = MemberCard(
             run_id=self._state.run_id,
             peer_id=peer_id,
@@ -234,12 +243,15 @@ class Roster:
             with trio.move_on_after(
                 self._settings.term_s
                 if deadline_s is None
-                else max(0.01, deadline_s - trio.current_time())
+                else max(0.01, min(deadline_s, self._replan_s) - trio.current_time())
             ):
                 await self._woken.park()
+            if trio.current_time() >= self._replan_s:
+                self._replan()
 
     async def _gone(self, member: Member) -> None:
-        self._replan()
+        unlink(self._overlay, member.peer_id)
+        self._plan_soon()
         with trio.CancelScope(shield=True):  # memory has forgotten it: so must the store
             await self._book.end_member(
                 member.peer_id, member.incarnation, member.measurements.relayed_bytes
@@ -268,6 +280,7 @@ class Roster:
                 Neighbour(peer_id=other, address=self._address(other))
                 for other in self._overlay.get(member.peer_id, ())
             ],
+            mesh=len(self._overlay) <= MESH_NODES_MAX,
             run_state=self._state.outcome,
         )
 
@@ -275,8 +288,30 @@ class Roster:
         member = self._members.get(peer_id)
         return None if member is None else member.relay
 
+    def _take_in(self, newcomer: Member) -> None:
+        """Give a newcomer neighbours at once."""
+        if len(self._members) > MESH_NODES_MAX and newcomer.peer_id not in self._overlay:
+            others = [
+                member.peer_id
+                for member in self._members.live()
+                if member.peer_id in self._overlay and (member.relay or newcomer.relay)
+            ]
+            links = self._settings.degree // 2
+            link_newcomer(
+                self._overlay, newcomer.peer_id, others, links=links, rng=self._overlay_rng
+            )
+        self._plan_soon()
+
+    def _plan_soon(self) -> None:
+        if len(self._members) <= MESH_NODES_MAX:
+            self._replan()
+        else:
+            self._replan_s = min(self._replan_s, trio.current_time() + REPLAN_S)
+        self._woken.unpark_all()
+
     def _replan(self) -> None:
         """Plan the overlay anew from the links that there are."""
+        self._replan_s = math.inf
         self._overlay = plan_overlay(
             [
                 OverlayMember(
@@ -286,7 +321,7 @@ class Roster:
                 )
                 for member in self._members.live()
             ],
-            degree=DEGREE,
+            degree=self._settings.degree,
             rng=self._overlay_rng,
             keep={peer_id: set(others) for peer_id, others in self._overlay.items()},
         )

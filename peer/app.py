@@ -192,6 +192,8 @@ class PeerApp:
             ended = await self._session(nursery, trust, csr, key)
             match ended:
                 case "finished" | "failed":
+                    if self._weights is not None:
+                        self._weights.drop_left(self._weights.left())
                     self._ports.journal.event(RUN_ENDED, outcome=ended)
                     return ended
                 case "evicted":

@@ -8,14 +8,15 @@ from typing import Final, Literal
 import trio
 
 from echo2p2p.errors import LinkError, RefusedError
-from echo2p2p.ids import SOURCE, Incarnation, PeerId
+from echo2p2p.ids import SOURCE, Incarnation, ManifestId, PeerId
 from echo2p2p.limits import Fill
 from echo2p2p.net.connections import ConnectionSettings
 from echo2p2p.net.link import LinkSettings
-from echo2p2p.net.payloads import RelaySettings
+from echo2p2p.net.payloads import RelaySettings, in_memory
 from echo2p2p.net.ports import Blobs, Entropy, HttpClient, Journal, Offload, SharedState, Streams
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.shaping import Shaper, Stage
+from echo2p2p.weights.assembly import Assembly
 from echo2p2p.wire.messages import (
     Heartbeat,
     JoinReply,
@@ -98,7 +99,7 @@ class Membership:
             dialable=dialable,
             wants=lambda header: self._follower is not None and self._follower.wants(header),
             asked=self._asked,
-            payload_memory=self._payload_memory,
+            begin=self._begin,
             journal=journal,
             entropy=entropy,
             rng=entropy.rng("relay"),
@@ -111,8 +112,10 @@ class Membership:
         if self._maker is not None:
             self._maker.asked(signed, header)
 
-    def _payload_memory(self, header: ManifestHeader) -> SharedState | None:
-        return None if self._follower is None else self._follower.payload_memory(header)
+    def _begin(
+        self, manifest_id: ManifestId, header: ManifestHeader
+    ) -> tuple[Assembly, SharedState | None]:
+        return (self._follower.begin if self._follower else in_memory)(manifest_id, header)
 
     def _heard(self) -> None:
         self._heard_s = trio.current_time()
@@ -303,7 +306,7 @@ class Membership:
         self._plan = plan
         source = next((n.address for n in plan.neighbours if n.peer_id == SOURCE), None)
         others = [n for n in plan.neighbours if n.peer_id != SOURCE]
-        self.relay.set_neighbours(others, source)
+        self.relay.set_neighbours(others, source, mesh=plan.mesh)
         if plan.run_state == "finished":
             self._finish("finished")
         elif plan.run_state == "failed":

@@ -5,11 +5,14 @@ written into it the engine goes on with its own copy, and one that is started me
 block is written only under `Weights.lock`, after the engine's keeper has been told, and by work
 that nothing can cancel; so it is a whole version of known digest, or it is of no version.
 
-Nothing of it outlives the process: what a killed peer was writing is not trusted, and the next life
-starts from a folder of the user's or from an anchor.
+The block does not outlive the process: what a killed peer was writing is not trusted, and the next
+life starts from a folder of the user's or from an anchor. Long payloads do: each chunk of them can
+be told from garbage by its digest, so that an anchor is not fetched twice.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import trio
 
@@ -50,6 +53,23 @@ class Weights:
             StoreError: No room.
         """
         return self._memory.scratch(size)
+
+    def keep(self, name: str, size: int) -> SharedState:
+        """Return memory for a payload that a later life of this peer may find again.
+
+        Raises:
+            StoreError: No room.
+        """
+        return self._memory.keep(name, size)
+
+    def left(self) -> list[str]:
+        """Return the names of payloads that an earlier life, or membership, has left."""
+        return self._memory.kept()
+
+    def drop_left(self, names: Iterable[str]) -> None:
+        """Remove payloads that nobody will ask for again."""
+        for name in names:
+            self._memory.drop(name)
 
     def switch(self, version: Version, digest: Digest) -> None:
         """The block holds this version now."""

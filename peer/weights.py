@@ -17,6 +17,7 @@ from echo2p2p.errors import IntegrityError, LinkError, RefusedError, StoreError
 from echo2p2p.ids import ManifestId, Version
 from echo2p2p.net.ports import Journal, Offload, SharedState
 from echo2p2p.net.relay import RelayNode
+from echo2p2p.weights.assembly import Assembly
 from echo2p2p.weights.manifest import is_step, manifest_id
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import ManifestHeader, Signed
@@ -27,6 +28,7 @@ from peer.keeper import EngineKeeper, WeightState
 from peer.local import FIRST, LocalModel, ReadModel
 from peer.state import Weights
 
+PAYLOAD_TAKEN_UP: Final = "payload.taken_up"
 VERSION_APPLIED: Final = "version.applied"
 VERSION_REFUSED: Final = "version.refused"
 MEMORY_CORRUPT: Final = "memory.corrupt"
@@ -76,6 +78,8 @@ class Follower:
         self._target: Version | None = weights.version
         self._kept: deque[tuple[ManifestId, int]] = deque()
         self._anchor: ManifestId | None = None
+        self._left = frozenset(weights.left())
+        self._begun: dict[ManifestId, tuple[Assembly, SharedState]] = {}
         self._asking = trio.CancelScope()
         self.applied = trio.lowlevel.ParkingLot()
         """Unparked after each version."""
@@ -98,13 +102,23 @@ class Follower:
         room = AHEAD_SHARE * self._weights.layout.total_bytes
         return len(ahead) < PAYLOADS_AHEAD and sum(ahead) + payload_bytes <= room
 
-    def payload_memory(self, header: ManifestHeader) -> SharedState | None:
-        """Return where a payload is put together; ``None``: in memory of its own."""
+    def begin(
+        self, identity: ManifestId, header: ManifestHeader
+    ) -> tuple[Assembly, SharedState | None]:
+        """Return what there is of a payload that is to be fetched, and where it lies."""
+        begun = self._begun.pop(identity, None)
+        if begun is not None:
+            return begun
+        memory = self._memory_for(identity, header)
+        return Assembly(header, None if memory is None else memory.view), memory
+
+    def _memory_for(self, identity: ManifestId, header: ManifestHeader) -> SharedState | None:
+        """Return a file's memory for a long payload; ``None``: it needs none, or finds no room."""
         share = IN_MEMORY_SHARE * self._weights.layout.total_bytes
         if header.payload_bytes <= max(share, IN_MEMORY_BYTES):
             return None
         try:
-            return self._weights.scratch(header.payload_bytes)
+            return self._weights.keep(identity.hex(), header.payload_bytes + header.index_bytes)
         except StoreError as error:
             detail = f"{error} (version {header.version} is put together in memory)"
             self._journal.event(PAYLOAD_FILE_REFUSED, detail=detail)
@@ -181,7 +195,9 @@ class Follower:
         if headers and (self._target is None or headers[-1].version > self._target):
             self._target = Version(headers[-1].version)
         for signed, header in zip(path, headers, strict=True):
+            await self._take_up(manifest_id(signed), header)
             self._relay.follow(signed, push=is_step(header))
+        self._drop_left()
         for number, (signed, header) in enumerate(zip(path, headers, strict=True)):
             # Again: it may have been one that we kept for others, and let go for one before it.
             identity = self._relay.follow(signed, push=is_step(header))
@@ -203,6 +219,26 @@ class Follower:
                 return
             self._note_applied(header, began)
             self._keep(identity, header)
+
+    async def _take_up(self, identity: ManifestId, header: ManifestHeader) -> None:
+        """Look for what an earlier life of this peer has left of a payload."""
+        if identity.hex() not in self._left or self._relay.assembly(identity) is not None:
+            return
+        memory = self._memory_for(identity, header)
+        if memory is None:
+            return
+        assembly = Assembly(header, memory.view)
+        self._begun[identity] = assembly, memory
+        count = await self._offload.run(assembly.take_up)
+        self._journal.event(
+            PAYLOAD_TAKEN_UP, version=header.version, chunks=count, of=assembly.count
+        )
+
+    def _drop_left(self) -> None:
+        """Remove what earlier lives have left and nobody has asked for."""
+        followed = {identity.hex() for identity in self._relay.headers()}
+        self._weights.drop_left(name for name in self._left if name not in followed)
+        self._left = frozenset()
 
     def _open(self, signed: Signed) -> ManifestHeader:
         return open_record(signed, self._run_public_key, ManifestHeader)

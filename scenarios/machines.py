@@ -22,6 +22,8 @@ from scenarios.fake_engine import FakeEngine, Lengths
 from scenarios.lies import Lies
 from scenarios.parts import Pace
 
+PAGE_BYTES: Final = 4096
+TORN_SHARE: Final = 0.1
 GRACE_S: Final = 20.0
 """After a fault is over its victim may still be evicted for what happened meanwhile: two terms."""
 
@@ -64,6 +66,8 @@ class Machine:
     entropy: SimEntropy
     identity: PeerIdentity
     disk: SimDisk
+    files: dict[str, bytearray]
+    """Payloads that it keeps over its restarts."""
     clock: SimClock
     lies: Lies
     pace: Pace = field(default_factory=Pace)
@@ -83,6 +87,9 @@ class Machine:
     faults: int = 0
     """Under way on it now."""
 
+    def __post_init__(self) -> None:
+        self._tearing = self.entropy.rng("torn pages")
+
     @classmethod
     def create(cls, spec: PeerSpec, entropy: SimEntropy) -> Machine:
         """Return a new machine that nothing runs on."""
@@ -91,6 +98,7 @@ class Machine:
             entropy=entropy,
             identity=PeerIdentity.create(entropy),
             disk=SimDisk(),
+            files={},
             clock=SimClock(spec.clock_ahead_s),
             lies=Lies(entropy.rng("lies")),
             expected=spec.joins_s is not None,
@@ -119,11 +127,20 @@ class Machine:
         self.faults -= 1
         self.excused_until_s = trio.current_time() + GRACE_S
 
+    def tear_files(self) -> None:
+        """Lose what a power cut may lose of pages that nobody had synced: any of them."""
+        for name in sorted(self.files):
+            data = self.files[name]
+            for start in range(0, len(data), PAGE_BYTES):
+                if self._tearing.random() < TORN_SHARE:
+                    end = min(len(data), start + PAGE_BYTES)
+                    data[start:end] = bytes(end - start)
+
     def lose_disk(self) -> None:
         """Come back as a stranger: a new identity and an empty disk."""
         self.entropy = self.entropy.fork("after the disk was lost")
         self.identity = PeerIdentity.create(self.entropy)
-        self.disk = SimDisk()
+        self.disk, self.files = SimDisk(), {}
 
     def ended(self, error: EchoError | None, outcome: str | None) -> None:
         """Note how a life ended."""

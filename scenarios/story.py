@@ -47,6 +47,10 @@ class WorldSection(Section):
     """T."""
     learner_save_s: NotNegative = 0.2
     """For a checkpoint."""
+    learner_changed_share: Share = 0.02
+    """Of the weights, in a step: how long a version is."""
+    model_ballast: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    """Further elements of the model, which has 49,000 without."""
 
     @property
     def healed_s(self) -> float:
@@ -185,6 +189,8 @@ class Story(Section):
             learner_start_s=world.learner_start_s,
             learner_step_s=world.learner_step_s,
             learner_save_s=world.learner_save_s,
+            learner_changed_share=world.learner_changed_share,
+            learner_ballast=world.model_ballast,
             stop_s=world.stop_s,
         )
 

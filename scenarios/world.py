@@ -68,6 +68,8 @@ class WorldSpec:
     learner_save_s: float = 0.0
     learner_changed_share: float = 0.02
     """Of the elements, in a step."""
+    learner_ballast: int = 0
+    """Further elements of the model."""
     learner_finds: bool = False
     """Whether it lists what changed, as one on a GPU does."""
     learner_faults: tuple[LearnerFaults, ...] = ()
@@ -276,6 +278,7 @@ class World:
             save_s=spec.learner_save_s,
             changed_share=spec.learner_changed_share,
             finds=spec.learner_finds,
+            ballast=spec.learner_ballast,
             timeout_s=spec.settings.learner.step_timeout_s,
             faults=faults[lives] if lives < len(faults) else None,
             history=lambda what, step, names: self.history.append((what, step, names)),
@@ -336,7 +339,7 @@ class World:
             http=WatchedHttp(
                 self.http.clients(spec.name), spec.name, machine.lies, self.record, self._loot
             ),
-            memory=SimSharedMemory(),
+            memory=SimSharedMemory(files=machine.files),
             make_engine=lambda: self._make_engine(machine),
             engine_kind="fake",
             hardware=Hardware(accelerator="virtual", cores=1, memory_bytes=1 << 30),
@@ -386,6 +389,7 @@ class World:
         self.journal.event("nemesis.crash", node=name)
         machine.harm_begins()
         machine.disk.crash()
+        machine.tear_files()
         self.network.crash(name)
         self.http.cut(name, COORDINATOR)
         if machine.scope is not None:

@@ -1,11 +1,10 @@
 """Who keeps a link with whom: everybody in a small run, about sixteen each in a large one.
 
 Half of the links are drawn by capacity, so that chunks reach good uplinks early; half uniformly,
-so that the graph has no thin waist. The result is connected as far as it can be (two peers that
-cannot be dialled can never be linked), and no peer outside a full mesh has fewer than
-`MESH_NODES_MAX` links unless that rule forbids it: by its number of links a node knows whether
-it lives in a full mesh. Planned anew on each change of membership, but from the old links, which
-are kept: a link that exists costs nothing, a new one a handshake and an empty window.
+so that the graph has no thin waist. The result is connected as far as it can be: two peers that
+cannot be dialled can never be linked. It is planned anew when membership has changed, but from the
+old links, which are kept: a link that exists costs nothing, a new one a handshake and an empty
+window. A newcomer to a large run does not wait for that (`link_newcomer`).
 """
 
 from __future__ import annotations
@@ -69,6 +68,39 @@ def plan_overlay(
     _draw(graph, members, degree, rng)
     _connect(graph, members, rng)
     return graph.neighbours()
+
+
+def link_newcomer(
+    plan: Neighbours,
+    newcomer: PeerId,
+    others: Sequence[PeerId],
+    *,
+    links: int,
+    rng: random.Random,
+) -> None:
+    """Give a newcomer its first links, in place, until everything is planned anew.
+
+    Args:
+        plan: Of all others.
+        newcomer: Not in it yet.
+        others: Those that it can be linked to.
+        links: How many it gets, as far as there are others.
+        rng: Decides the draws; of two, the one with fewer links is taken.
+    """
+    chosen: set[PeerId] = set()
+    while len(chosen) < min(links, len(others)):
+        pair = [other for other in rng.sample(others, min(2, len(others))) if other not in chosen]
+        if pair:
+            chosen.add(min(pair, key=lambda other: len(plan[other])))
+    plan[newcomer] = tuple(sorted(chosen))
+    for other in plan[newcomer]:
+        plan[other] = tuple(sorted((*plan[other], newcomer)))
+
+
+def unlink(plan: Neighbours, gone: PeerId) -> None:
+    """Take a peer out of a plan, in place."""
+    for other in plan.pop(gone, ()):
+        plan[other] = tuple(peer_id for peer_id in plan[other] if peer_id != gone)
 
 
 class _Graph:

@@ -74,3 +74,7 @@ class SwarmSettings:
 
     backlog_max_s: float = 1.5
     """A relay that needs longer than this to pass on what it was dealt is dealt nothing more."""
+
+    def grace_s(self, *, mesh: bool) -> float:
+        """Return the grace of what is pushed."""
+        return self.pull_grace_s if mesh else self.overlay_grace_s

@@ -60,7 +60,7 @@ class Swarm:
         self._is_source = is_source
         self._rng = rng
         self._settings = settings or SwarmSettings()
-        self._planned: int | None = None
+        self._told_mesh: bool | None = None
         self._links: dict[PeerId, LinkState] = {}
         self._transfers: dict[ManifestId, Transfer] = {}
         self._picker = Picker(rng, self._settings)
@@ -74,17 +74,17 @@ class Swarm:
 
     # --- links --------------------------------------------------------------------------------
 
-    def set_neighbours_planned(self, count: int) -> None:
-        """Say to how many peers, beside the source, this node should be linked."""
-        self._planned = count
+    def set_mesh(self, mesh: bool) -> None:
+        """Say whether every peer should be linked to every other."""
+        self._told_mesh = mesh
 
     @property
     def _mesh(self) -> bool:
         """Whether everybody is linked to everybody, as far as this node can tell."""
+        if self._told_mesh is not None:
+            return self._told_mesh
         peers = sum(not state.is_source for state in self._links.values())
-        if self._is_source:
-            return peers <= MESH_NODES_MAX
-        return (peers if self._planned is None else self._planned) < MESH_NODES_MAX
+        return peers + (not self._is_source) <= MESH_NODES_MAX
 
     def link_opened(
         self, link: PeerId, *, is_source: bool, rtt_s: float, now: float
@@ -214,8 +214,7 @@ class Swarm:
             outbox.cancel((manifest_id, index))
             if transfer.dealer:
                 transfer.dealer.announced(link, index, now)
-        mesh_s, overlay_s = self._settings.pull_grace_s, self._settings.overlay_grace_s
-        grace_s = (mesh_s if self._mesh else overlay_s) if transfer.push else 0.0
+        grace_s = self._settings.grace_s(mesh=self._mesh) if transfer.push else 0.0
         self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
         self._plan(now, [link])
         self._pump(now)
@@ -237,7 +236,7 @@ class Swarm:
         outbox, key = self._uploads.to(link), (manifest_id, index)
         if not outbox.holds(key) and not outbox.sent_since(key, now - CROSSING_S):
             refusal = self._refusal(transfer, link, index, now)
-            if refusal is None and outbox.queue(key, live=transfer.push):
+            if refusal is None and self._uploads.queue(link, key, live=transfer.push):
                 self._pump(now)
             else:
                 self._effects.append(SendReject(link, manifest_id, index, refusal or "busy"))
@@ -398,7 +397,7 @@ class Swarm:
         if not transfer.dealing:
             self._announce(transfer, link, transfer.held)
         elif 0 not in view.known and len(transfer.followers) <= MESH_NODES_MAX:
-            self._uploads.to(link).queue((transfer.manifest_id, 0), live=True)
+            self._uploads.queue(link, (transfer.manifest_id, 0), live=True)
 
     def _announce(self, transfer: Transfer, link: PeerId, indices: Iterable[int]) -> None:
         for part in transfer.news(link, indices, to_source=self._from_source(link)):
@@ -443,7 +442,7 @@ class Swarm:
         key = (transfer.manifest_id, index)
         for link in targets:
             outbox = self._uploads.to(link)
-            if not outbox.holds(key) and outbox.queue(key, live=True):
+            if not outbox.holds(key) and self._uploads.queue(link, key, live=True):
                 self._pushed += 1
 
     def _from_source(self, link: PeerId) -> bool:
@@ -460,8 +459,9 @@ class Swarm:
 
     def _pump(self, now: float) -> None:
         """Hand chunks to the writers that have room: live ones, then new deals, then bulk."""
+        self._uploads.unblock_s = math.inf
         for live in (True, False):
-            for link, outbox in self._uploads.in_turn():
+            for link, outbox in self._uploads.waiting():
                 if not self._uploads.may_start(now):
                     return
                 key = outbox.next(live=live)

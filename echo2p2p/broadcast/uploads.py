@@ -8,6 +8,7 @@ uplink would need is held up by its receiver; it goes on beside the others and d
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ class Uploads:
     def __init__(self, settings: SwarmSettings) -> None:
         self._settings = settings
         self._outboxes: OrderedDict[PeerId, Outbox] = OrderedDict()
+        self._waiting: set[PeerId] = set()
+        """Links that may have something in their outbox."""
+        self._turns: dict[PeerId, int] = {}
+        """Smaller for those that were sent nothing for longer."""
+        self._turn = itertools.count()
         self._begun: dict[tuple[PeerId, Key], tuple[float, int]] = {}
         self._rate = BusyRate()
         self.unblock_s = math.inf
@@ -33,10 +39,12 @@ class Uploads:
         """A link is there."""
         settings = self._settings
         self._outboxes[link] = Outbox(settings.send_window_chunks, settings.queue_chunks_max)
+        self._turns[link] = next(self._turn)
 
     def close(self, link: PeerId, now: float) -> None:
         """A link is gone, with all that waited for it."""
-        del self._outboxes[link]
+        del self._outboxes[link], self._turns[link]
+        self._waiting.discard(link)
         for key in [key for key in self._begun if key[0] == link]:
             del self._begun[key]
         if not self._begun:
@@ -45,6 +53,17 @@ class Uploads:
     def to(self, link: PeerId) -> Outbox:
         """Return a link's queue."""
         return self._outboxes[link]
+
+    def queue(self, link: PeerId, key: Key, *, live: bool) -> bool:
+        """Let a chunk wait for a link; return false if there is no room."""
+        self._waiting.add(link)
+        return self._outboxes[link].queue(key, live=live)
+
+    def waiting(self) -> list[tuple[PeerId, Outbox]]:
+        """Return the links that something waits for, in turn."""
+        self._waiting = {link for link in self._waiting if self._outboxes[link].waits}
+        in_turn = sorted(self._waiting, key=self._turns.__getitem__)
+        return [(link, self._outboxes[link]) for link in in_turn]
 
     @property
     def longest(self) -> int:
@@ -75,6 +94,7 @@ class Uploads:
         """A chunk was taken from the link's queue and is being sent."""
         self._begun[link, key] = (now, size)
         self._outboxes.move_to_end(link)
+        self._turns[link] = next(self._turn)
         self._rate.start(now)
 
     def finished(self, link: PeerId, key: Key, now: float, *, sent: bool) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 import trio
 
@@ -260,6 +260,10 @@ class Link:
                     handler.frame(message)
 
     async def _write(self, handler: LinkHandler) -> None:
+        with self._frames.writing():
+            await self._write_on(handler)
+
+    async def _write_on(self, handler: LinkHandler) -> NoReturn:
         while True:
             if self._control:
                 messages = tuple(self._control)

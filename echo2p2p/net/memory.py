@@ -13,17 +13,21 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
+from typing import Final
 
 from echo2p2p.errors import LocalProtocolError, StoreError
 from echo2p2p.net.disk_errors import disk_error
+
+KEPT: Final = "kept-"
+"""First part of the names of files that outlive the process."""
 
 
 class MappedState:
     """A `SharedState` in a file."""
 
-    def __init__(self, file: Path, size: int) -> None:
+    def __init__(self, file: Path, size: int, *, fresh: bool = True) -> None:
         self._file = file
-        self._map = _create(file, size)
+        self._map = _create(file, size) if fresh else _take_up(file, size)
         self._view = memoryview(self._map)
         self._open = self._named = True
 
@@ -90,10 +94,36 @@ class FileMemory:
         state.unlink()
         return state
 
-    def _mapped(self, name: str, size: int) -> MappedState:
+    def keep(self, name: str, size: int) -> MappedState:
+        """Return a block that outlives this process, until it is closed; see `SharedMemory`.
+
+        Raises:
+            StoreError: No room, or the folder cannot be written.
+        """
+        if not name or "/" in name or size <= 0:
+            raise LocalProtocolError(f"no block of {size} bytes can be kept as {name!r}")
+        file = self._folder / f"{KEPT}{name}"
+        with contextlib.suppress(OSError):
+            if file.stat().st_size == size:
+                return self._mapped(file.name, size, fresh=False)
+        return self._mapped(file.name, size)
+
+    def kept(self) -> list[str]:
+        """Return the names of all blocks that `keep` has made and nobody has closed, sorted."""
+        with contextlib.suppress(OSError):
+            names = [file.name for file in self._folder.glob(f"{KEPT}*")]
+            return sorted(name.removeprefix(KEPT) for name in names)
+        return []
+
+    def drop(self, name: str) -> None:
+        """Remove a kept block; no error if there is none."""
+        with contextlib.suppress(OSError):
+            (self._folder / f"{KEPT}{name}").unlink()
+
+    def _mapped(self, name: str, size: int, *, fresh: bool = True) -> MappedState:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return MappedState(self._folder / name, size)
+            return MappedState(self._folder / name, size, fresh=fresh)
         except OSError as error:
             doing = f"keep {size / 1e6:.1f} MB of weights in {self._folder}"
             raise disk_error(doing, error) from error
@@ -108,6 +138,15 @@ def _create(file: Path, size: int) -> mmap.mmap:
     except OSError:
         file.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
+
+
+def _take_up(file: Path, size: int) -> mmap.mmap:
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # it may have holes where the disk was full
+        return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)
 

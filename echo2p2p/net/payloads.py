@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,6 +24,17 @@ OTHERS: Final = "others"
 """Who sent bad chunks is counted by name for so many, and together for the rest."""
 PASSED_MAX: Final = 8
 """Manifests that were let pass and are remembered, in case that a neighbour wants them of us."""
+
+
+Begin = Callable[[ManifestId, ManifestHeader], tuple[Assembly, SharedState | None]]
+"""Makes the assembly of a payload, which may hold chunks already, and the memory in which it lies,
+if that is not its own."""
+
+
+def in_memory(manifest_id: ManifestId, header: ManifestHeader) -> tuple[Assembly, None]:
+    """Begin a payload in memory of its own."""
+    del manifest_id
+    return Assembly(header), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,3 +349,22 @@ class SharedMemory(Protocol):
             StoreError: No room.
         """
         ...
+
+    def keep(self, name: str, size: int) -> SharedState:
+        """Return a block that outlives this process, until it is closed.
+
+        It is as an earlier life has left it if that had one of this name and size, else zeroed. A
+        crash may have left any bytes in it.
+
+        Raises:
+            StoreError: No room.
+        """
+        ...
+
+    def kept(self) -> list[str]:
+        """Return the names of all blocks that `keep` has made and nobody has closed, sorted."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Remove a kept block; no error if there is none."""
+        ...

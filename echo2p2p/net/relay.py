@@ -35,10 +35,12 @@ from echo2p2p.net.connections import Connections
 from echo2p2p.net.payloads import (
     BAD_SOURCES_MAX,
     OTHERS,
+    Begin,
     Passed,
     Payload,
     RelaySettings,
     RelayStatistics,
+    in_memory,
     open_manifest,
     payload_fills,
 )
@@ -84,7 +86,7 @@ class RelayNode:
         wants: Whether to follow a verified manifest that a peer offers; synchronous.
         asked: Told, now and again, of an anchor that was offered, that we do not hold, and that a
             peer wants of us; synchronous.
-        payload_memory: Makes the memory of a payload to be followed; ``None``: it is our own.
+        begin: Makes the assembly of a payload to be followed, and says where it lies.
         journal: Where events go.
         entropy: For nonces.
         rng: For choices among equals, and jitter.
@@ -104,7 +106,7 @@ class RelayNode:
         dialable: bool | None = None,
         wants: Callable[[ManifestHeader], bool],
         asked: Callable[[Signed, ManifestHeader], None] = lambda _signed, _header: None,
-        payload_memory: Callable[[ManifestHeader], SharedState | None] = lambda _header: None,
+        begin: Begin = in_memory,
         journal: Journal,
         entropy: Entropy,
         rng: random.Random,
@@ -118,7 +120,7 @@ class RelayNode:
         self._dialable = endpoint is not None if dialable is None else dialable
         self._wants = wants
         self._asked = asked
-        self._payload_memory = payload_memory
+        self._begin = begin
         self._journal = journal
         self._swarm = Swarm(is_source=me == SOURCE, rng=rng, settings=settings.swarm)
         self._connections = Connections(
@@ -164,25 +166,26 @@ class RelayNode:
         """Serve a connection from ``host`` that the caller has accepted, to its end."""
         await self._connections.accept(stream, host)
 
-    def set_neighbours(self, neighbours: Iterable[Neighbour], source: Address | None) -> None:
+    def set_neighbours(
+        self, neighbours: Iterable[Neighbour], source: Address | None, *, mesh: bool
+    ) -> None:
         """Keep these links from now on, and no other that we dialled.
 
         Of two peers that can both be dialled the one with the smaller id dials; otherwise the one
-        that cannot be dialled does. Everybody dials the source.
+        that cannot be dialled does. Everybody dials the source. ``mesh``: whether every peer is to
+        be linked to every other.
         """
         targets: dict[PeerId, Endpoint] = {}
-        count = 0
         for neighbour in neighbours:
             peer_id = PeerId(neighbour.peer_id)
             if peer_id == self._self.peer_id:
                 continue
-            count += 1
             ours = not self._dialable or self._self.peer_id < peer_id
             if neighbour.address is not None and ours:
                 targets[peer_id] = Endpoint(neighbour.address.host, neighbour.address.port)
         if source is not None and self._self.peer_id != SOURCE:
             targets[SOURCE] = Endpoint(source.host, source.port)
-        self._swarm.set_neighbours_planned(count)
+        self._swarm.set_mesh(mesh)
         self._connections.set_targets(targets)
 
     def set_uplinks(self, uplinks: Mapping[PeerId, float]) -> None:
@@ -226,8 +229,7 @@ class RelayNode:
         if manifest_id not in self._payloads:
             header = open_manifest(signed, self._self)
             check_header(header)
-            memory = self._payload_memory(header)
-            assembly = Assembly(header, None if memory is None else memory.view)
+            assembly, memory = self._begin(manifest_id, header)
             self._add(Payload(signed, header, assembly, memory), push=push)
             self._journal.event(
                 PAYLOAD_FOLLOWED,

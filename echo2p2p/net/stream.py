@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -41,6 +44,8 @@ class FrameStream:
         self._shaper = shaper
         self._slice_bytes = SLICE_BYTES if shaper is None else shaper.write_bytes_max
         self._read_bytes = READ_BYTES if shaper is None else shaper.read_bytes_max
+        self._writing_bytes = 0
+        self._patience: trio.CancelScope | None = None
         self.heard_s = self.sent_s = trio.current_time()
         """When bytes last came in, and went out."""
 
@@ -54,6 +59,24 @@ class FrameStream:
         traceback: TracebackType | None,
     ) -> None:
         await trio.aclose_forcefully(self._stream)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let all sends of this block share a timeout that is wound up again for each.
+
+        A link writes for ever; a timeout of its own for each write is a tenth of the link's time.
+
+        Raises:
+            LinkError: In the place of what a send raises when the remote did not take it in time.
+        """
+        with trio.CancelScope() as scope:
+            self._patience = scope
+            try:
+                yield
+            finally:
+                self._patience = None
+        if scope.cancelled_caught:
+            raise self._too_slow()
 
     async def send(self, *messages: RelayFrame) -> None:
         """Write messages, none of them a `Chunk`. A cancelled send leaves the stream unusable.
@@ -105,12 +128,21 @@ class FrameStream:
 
     async def _write(self, data: bytes | memoryview) -> None:
         try:
-            with trio.fail_after(self._send_timeout_s):
+            self._writing_bytes = len(data)
+            if self._patience is not None:
+                self._patience.deadline = trio.current_time() + self._send_timeout_s
                 await self._stream.send_all(data)
+                self._patience.deadline = math.inf
+            else:
+                with trio.fail_after(self._send_timeout_s):
+                    await self._stream.send_all(data)
         except trio.TooSlowError as error:
-            raise LinkError(
-                f"the other side took none of {len(data)} bytes in {self._send_timeout_s:g} s"
-            ) from error
+            raise self._too_slow() from error
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkError("the connection broke while sending") from error
         self.sent_s = trio.current_time()
+
+    def _too_slow(self) -> LinkError:
+        return LinkError(
+            f"the other side took none of {self._writing_bytes} bytes in {self._send_timeout_s:g} s"
+        )

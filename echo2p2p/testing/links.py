@@ -4,8 +4,9 @@ Each machine has an uplink and a downlink, both first-in first-out at a rate, a 
 middle of the network and a share of packets that its line loses. Bytes travel in segments on a
 `Lane`, one direction of one connection, which keeps them in order. A lost packet is sent again a
 round trip later, costs its bytes twice and holds up what comes after it on its lane; and no lane is
-faster than loss allows (Mathis et al., 1997: 1.22 MSS / (RTT sqrt(p))). Queues have no end, so
-congestion shows as delay and not as loss.
+faster than loss allows (Mathis et al., 1997: 1.22 MSS / (RTT sqrt(p))). Queues have
+no end, so congestion shows as delay and not as loss; but who has much to send waits while the
+receiver's queue is `QUEUE_S` long, as congestion control would make it.
 
 Machines can be cut from each other, one way or both, or frozen; what is on its way is held back
 and goes on afterwards. Without loss everything follows from the calls made; loss draws from the
@@ -37,6 +38,8 @@ FAST_RETRANSMIT_PACKETS: Final = 4
 AT_ONCE_S: Final = 1e-4
 """What ends within so short a time is not waited for: it would only cost events. Rates are kept, as
 a line's next bytes still start where these end."""
+QUEUE_S: Final = 1.0
+"""Of a downlink: as long as routers of homes let it become."""
 TIMER_MIN_S: Final = 0.2
 """Least retransmission timeout, as in Linux."""
 
@@ -92,7 +95,7 @@ class SimLinks:
         self._nodes: dict[str, Node] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._earlier = trio.Event()
+        self._pause = trio.CancelScope()
         self._cuts: set[tuple[str, str]] = set()
         self._frozen: set[str] = set()
         self._held: list[tuple[str, str, Callable[[], None]]] = []
@@ -157,9 +160,9 @@ class SimLinks:
             now = trio.current_time()
             while self._events and self._events[0][0] <= now:
                 heapq.heappop(self._events)[2]()
-            self._earlier = trio.Event()
-            with trio.move_on_at(self._events[0][0] if self._events else math.inf):
-                await self._earlier.wait()
+            until_s = self._events[0][0] if self._events else math.inf
+            with trio.CancelScope(deadline=until_s) as self._pause:
+                await trio.sleep_forever()
 
     # --- what connections do ------------------------------------------------------------------
 
@@ -170,8 +173,8 @@ class SimLinks:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run ``action`` in ``delay_s`` seconds."""
         when = trio.current_time() + delay_s
-        if not self._events or when < self._events[0][0]:
-            self._earlier.set()
+        if when < self._pause.deadline:
+            self._pause.deadline = when
         heapq.heappush(self._events, (when, next(self._order), action))
 
     def travel(self, lane: Lane, size: int, deliver: Callable[[], None]) -> float:
@@ -208,6 +211,10 @@ class SimLinks:
         lane.reached_s = max(lane.reached_s, left_s + way_s + late_s)
         self.after(lane.reached_s - now, arrive)
         return 0.0 if left_s - now < AT_ONCE_S else left_s - now
+
+    def full_for(self, lane: Lane) -> float:
+        """Return the seconds until the receiver's queue is short enough to be sent more."""
+        return max(0.0, lane.receiver.down_free_s - trio.current_time() - QUEUE_S)
 
     async def carry(self, lane: Lane, size: int) -> None:
         """Bring ``size`` bytes over, segment by segment; returns when the last is there."""

@@ -291,9 +291,15 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise trio.ClosedResourceError("sending after the end")
 
     async def _wait_window(self) -> None:
-        while self._unread_bytes >= WINDOW_BYTES or self._unsent_bytes >= UNSENT_BYTES:
+        while (
+            self._unread_bytes >= WINDOW_BYTES
+            or self._unsent_bytes >= UNSENT_BYTES
+            or (full_s := self._network.full_for(self.lane))
+        ):
             self._check_sendable()
             self._writable = trio.Event()
+            if self._unread_bytes < WINDOW_BYTES and self._unsent_bytes < UNSENT_BYTES:
+                self._network.after(full_s, self._wake_writer)
             await self._writable.wait()
         self._check_sendable()
 
@@ -306,6 +312,9 @@ class SimStream(trio.abc.HalfCloseableStream):
             self._network.after(leaves_s, lambda: self._left(len(segment)))
         else:
             self._unsent_bytes -= len(segment)
+
+    def _wake_writer(self) -> None:
+        self._writable.set()
 
     def _left(self, count: int) -> None:
         self._unsent_bytes -= count

@@ -10,12 +10,13 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import SOURCE, Incarnation, ManifestId, PeerId, digest_of, peer_id_of
 from echo2p2p.limits import PROTOCOL
 from echo2p2p.net import trust
-from echo2p2p.net.payloads import RelaySettings
-from echo2p2p.net.ports import Endpoint, SharedState, Streams, TlsServer, WallClock
+from echo2p2p.net.payloads import Begin, RelaySettings, in_memory
+from echo2p2p.net.ports import Endpoint, Streams, TlsServer, WallClock
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.system import SystemClock
 from echo2p2p.net.trust import CertificateAuthority, PeerIdentity
@@ -183,7 +184,7 @@ class RelayNet:
         incarnation: int = 1,
         wants: Callable[[ManifestHeader], bool] = lambda _header: True,
         asked: Callable[[Signed, ManifestHeader], None] = lambda _signed, _header: None,
-        payload_memory: Callable[[ManifestHeader], SharedState | None] = lambda _header: None,
+        begin: Begin = in_memory,
         streams: Streams | None = None,
         kind: type[RelayNode] = RelayNode,
     ) -> Member:
@@ -202,7 +203,7 @@ class RelayNet:
             endpoint=self._listen(name),
             wants=wants,
             asked=asked,
-            payload_memory=payload_memory,
+            begin=begin,
             journal=journal,
             entropy=entropy,
             rng=entropy.rng("relay"),
@@ -231,7 +232,9 @@ class RelayNet:
         for member in self.members.values():
             chosen = overlay.get(self.peer_id(member.name)) if overlay else None
             plan = [one for one in everybody if chosen is None or one.peer_id in chosen]
-            member.node.set_neighbours(plan, self.source.address)
+            member.node.set_neighbours(
+                plan, self.source.address, mesh=len(everybody) <= MESH_NODES_MAX
+            )
 
     async def wait_linked(self, links: int | None = None) -> None:
         """Wait until there are so many links in all (default: all pairs, the source included)."""

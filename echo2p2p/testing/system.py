@@ -65,8 +65,12 @@ class InlineOffload:
 class MemoryState:
     """`SharedState` in this process only."""
 
-    def __init__(self, size: int) -> None:
-        self._view: memoryview | None = memoryview(bytearray(size))
+    def __init__(
+        self, size: int, data: bytearray | None = None, closed: Callable[[], None] | None = None
+    ) -> None:
+        data = bytearray(size) if data is None else data
+        self._view: memoryview | None = memoryview(data)
+        self._closed = closed
 
     @property
     def path(self) -> str:
@@ -90,16 +94,26 @@ class MemoryState:
     def close(self) -> None:
         """Give the memory back, unless an array still looks at it; then with that array."""
         view, self._view = self._view, None
+        if view is not None and self._closed is not None:
+            self._closed()
         if view is not None:
             with contextlib.suppress(BufferError):
                 view.release()
 
 
 class SimSharedMemory:
-    """`SharedMemory` with an allowance, so that "no room" can be simulated."""
+    """`SharedMemory` with an allowance, so that "no room" can be simulated.
 
-    def __init__(self, bytes_max: int | None = None) -> None:
+    Args:
+        bytes_max: The allowance.
+        files: Where kept blocks lie; whoever gives it decides what outlives what.
+    """
+
+    def __init__(
+        self, bytes_max: int | None = None, files: dict[str, bytearray] | None = None
+    ) -> None:
         self._bytes_max = bytes_max
+        self._files = {} if files is None else files
         self._states: dict[str, tuple[MemoryState, int]] = {}
 
     def allocate(self, name: str, size: int) -> MemoryState:
@@ -128,6 +142,28 @@ class SimSharedMemory:
             raise LocalProtocolError(f"no block of {size} bytes")
         self._check_room(size)
         return MemoryState(size)
+
+    def keep(self, name: str, size: int) -> MemoryState:
+        """Return a block that outlives us if ``files`` does; see `SharedMemory`.
+
+        Raises:
+            StoreError: It would take more than the allowance.
+        """
+        if not name or "/" in name or size <= 0:
+            raise LocalProtocolError(f"no block of {size} bytes can be kept as {name!r}")
+        data = self._files.get(name)
+        if data is None or len(data) != size:
+            self._check_room(size)
+            data = self._files[name] = bytearray(size)
+        return MemoryState(size, data, lambda: self.drop(name))
+
+    def kept(self) -> list[str]:
+        """Return the names of all blocks that `keep` has made and nobody has closed, sorted."""
+        return sorted(self._files)
+
+    def drop(self, name: str) -> None:
+        """Remove a kept block; no error if there is none."""
+        self._files.pop(name, None)
 
     def _check_room(self, size: int) -> None:
         used = sum(taken for _, taken in self._states.values())

@@ -83,12 +83,16 @@ class StoredBytes(Protocol):
 class Assembly:
     """The chunks of one manifest. Needs the payload, the index and 64 chunks of memory at most."""
 
+    _tail: memoryview | None
+    """Where the index is kept beside the payload."""
+
     def __init__(self, header: ManifestHeader, memory: memoryview | None = None) -> None:
         """Start with nothing.
 
         Args:
             header: Of the manifest.
-            memory: Where the payload is put together, at least as long; default: our own.
+            memory: Where the payload is put together, at least as long; default: our own. If the
+                index fits behind it, it is kept there too, for `take_up`.
 
         Raises:
             RemoteProtocolError: The header makes no sense, see `check_header`.
@@ -97,6 +101,9 @@ class Assembly:
         if memory is None:
             memory = memoryview(bytearray(header.payload_bytes))
         self._payload = memory[: header.payload_bytes]
+        whole = header.payload_bytes + header.index_bytes
+        if len(memory) >= whole:
+            self._tail = memory[header.payload_bytes : whole]
 
     def _prepare(self, header: ManifestHeader) -> None:
         check_header(header)
@@ -109,6 +116,25 @@ class Assembly:
         self._ready = 1
         self._waiting = _Waiting()
         self._stored: StoredBytes | None = None
+        self._tail = None
+
+    def take_up(self) -> int:
+        """Look for what an earlier life has left in our memory; call it before anything else.
+
+        Whatever lies there is believed only if its digest agrees.
+
+        Returns:
+            How many chunks are held now.
+        """
+        if self._tail is None or digest_of(self._tail) != self.header.index_digest:
+            return 0
+        self._index = bytes(self._tail)
+        self._mark(0)
+        for at in range(1, self.count):
+            wanted = self._index[(at - 1) * DIGEST_BYTES : at * DIGEST_BYTES]
+            if digest_of(self._place(at)) == wanted:
+                self._mark(at)
+        return self.count - self._missing
 
     @classmethod
     def stored(cls, header: ManifestHeader, stored: StoredBytes) -> Assembly:
@@ -256,6 +282,8 @@ class Assembly:
         if digest_of(view) != self.header.index_digest:
             raise IntegrityError("chunk 0 is not the manifest's", source=source)
         self._index = bytes(view)
+        if self._tail is not None:
+            self._tail[:] = view
         self._mark(0)
 
     def _verify(self, index: int, view: memoryview, source: str) -> None:

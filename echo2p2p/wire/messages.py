@@ -180,11 +180,11 @@ class Neighbour(Message, frozen=True, kw_only=True, tag="neighbour"):
 
 
 class Plan(Message, frozen=True, kw_only=True, tag="plan"):
-    """The coordinator's current orders for one peer; the newest replaces all earlier ones."""
+    """Orders for one peer, replacing all before. Idle: follow and relay; mesh: all link to all."""
 
     activation: Literal["active", "idle", "drain"]
-    """Idle peers follow versions and relay but are not leased work."""
     neighbours: list[Neighbour]
+    mesh: bool
     run_state: Literal["running", "finished", "failed"]
 
 

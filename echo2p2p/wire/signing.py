@@ -5,7 +5,8 @@ The domain (one a record type) keeps a signature for one purpose from passing fo
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from functools import lru_cache
+from typing import Final, TypeVar, cast
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -15,6 +16,9 @@ from echo2p2p.wire import codec
 from echo2p2p.wire.messages import ManifestHeader, MemberCard, Message, Signed
 
 RecordT = TypeVar("RecordT", ManifestHeader, MemberCard)
+
+RECORDS_KEPT: Final = 4096
+"""Records that were found good; each of them comes again over every link."""
 
 _DOMAIN: Final[dict[type[Message], bytes]] = {
     ManifestHeader: b"echo2p2p manifest 0\x00",
@@ -40,6 +44,14 @@ def open_record(signed: Signed, public_key: bytes, kind: type[RecordT]) -> Recor
         RemoteProtocolError: The signature is not the run's, or the body is malformed. Nothing in
             the record may be believed; whoever sent it lies or belongs to another run.
     """
+    return cast("RecordT", _opened(signed, public_key, kind))
+
+
+@lru_cache(RECORDS_KEPT)
+def _opened(
+    signed: Signed, public_key: bytes, kind: type[ManifestHeader | MemberCard]
+) -> ManifestHeader | MemberCard:
+    """Do what `open_record` does; what is refused is not kept."""
     verify(public_key, _DOMAIN[kind] + signed.body, signed.signature, what=kind.__name__)
     return codec.decode(signed.body, kind)
 

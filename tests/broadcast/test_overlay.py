@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2p2p.broadcast.overlay import DEGREE, Member, plan_overlay
+from echo2p2p.broadcast.overlay import DEGREE, Member, link_newcomer, plan_overlay, unlink
 from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.ids import PeerId
 
@@ -98,3 +98,41 @@ def test_the_same_seed_gives_the_same_plan():
     nodes = members(50)
     assert plan_overlay(nodes, rng=random.Random(3)) == plan_overlay(nodes, rng=random.Random(3))
     assert plan_overlay(nodes, rng=random.Random(3)) != plan_overlay(nodes, rng=random.Random(4))
+
+
+@pytest.mark.parametrize("degree", [4, 8])
+def test_fewer_links_than_a_full_mesh_has_are_enough_for_many(degree):
+    nodes = members(200, undialable=40)
+    plan = plan_overlay(nodes, degree=degree, rng=random.Random(1))
+    check(plan, nodes)
+    assert parts(plan) == 1
+    assert degree <= sum(map(len, plan.values())) / 200 < 2 * degree
+
+
+def test_a_newcomer_is_linked_at_once_and_nobody_elses_links_change():
+    nodes = members(60)
+    before = plan_overlay(nodes, rng=random.Random(1))
+    after = dict(before)
+    others = [node.peer_id for node in nodes]
+    link_newcomer(after, PeerId("new"), others, links=8, rng=random.Random(2))
+    check(after, [*nodes, Member(PeerId("new"), 1.0)])
+    assert len(after[PeerId("new")]) == 8
+    unlink(after, PeerId("new"))
+    assert after == before
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_a_newcomer_among_few_gets_what_there_is(count):
+    nodes = members(count)
+    plan = plan_overlay(nodes, rng=random.Random(1))
+    others = [node.peer_id for node in nodes]
+    link_newcomer(plan, PeerId("new"), others, links=8, rng=random.Random(2))
+    assert list(plan[PeerId("new")]) == others
+
+
+def test_newcomers_are_spread_over_those_who_have_few_links():
+    nodes = members(40)
+    plan = plan_overlay(nodes, rng=random.Random(1))
+    for number in range(100):
+        link_newcomer(plan, PeerId(f"n{number}"), list(plan), links=8, rng=random.Random(number))
+    assert max(map(len, plan.values())) <= 3 * DEGREE

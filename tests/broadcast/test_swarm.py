@@ -452,7 +452,7 @@ def test_a_chunk_from_the_source_is_pushed_on_and_one_from_a_peer_is_not():
 def test_outside_a_mesh_a_chunk_is_pushed_to_two_only():
     peers = [f"p{i:02}" for i in range(20)]
     swarm = opened(SOURCE, *peers, held=[0])
-    swarm.set_neighbours_planned(20)
+    swarm.set_mesh(False)
     for link in peers:
         swarm.receive_want(link, ID, 0.0)
     swarm.chunk_arrived(SOURCE, ID, 5, CHUNK, 1.0)

@@ -1,15 +1,21 @@
 """Membership with its consequences: keys, rows, leases, plans; also over our own restarts."""
 
+from typing import Any
+
 import msgspec
 import pytest
 import trio
 
+from coordinator import roster
 from coordinator.config import MembershipSection
 from coordinator.membership import Duplicate, Member, State, Wait
-from coordinator.roster import Starting
+from coordinator.roster import REPLAN_S, Starting
+from echo2p2p.broadcast import overlay
 from echo2p2p.broadcast.deal import RATE_ASSUMED_BYTES_PER_S
+from echo2p2p.broadcast.overlay import Neighbours
+from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import RemoteProtocolError
-from echo2p2p.ids import SOURCE
+from echo2p2p.ids import SOURCE, PeerId
 from echo2p2p.net.trust import credential_digest
 from echo2p2p.testing.clock import EPOCH_S
 from echo2p2p.testing.disk import SimDisk
@@ -325,6 +331,27 @@ async def test_nobody_elses_and_no_dead_incarnations_heartbeat_counts(
 # --- our own restart --------------------------------------------------------------------------
 
 
+async def test_it_does_not_open_before_it_knows_its_members(autojump_clock, disk: SimDisk) -> None:
+    async with open_bench(disk, seed=1) as bench:
+        peer_id = (await bench.join("ann")).peer_id
+    async with open_bench(disk, seed=2, learner_up=False) as bench:
+        seen: list[tuple[bool, bool]] = []
+
+        async def look() -> None:
+            while True:
+                known = bench.state.members.is_live(PeerId(peer_id))
+                seen.append((bench.roster.is_open, known))
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look)
+            await bench.roster.load(LAYOUT.table)
+            nursery.cancel_scope.cancel()
+        assert bench.roster.is_open
+    assert (False, False) in seen
+    assert (True, False) not in seen, "who asked then was told that it is no member"
+
+
 async def test_members_live_on_through_our_restart_with_their_credentials(
     autojump_clock, disk: SimDisk
 ) -> None:
@@ -373,6 +400,42 @@ async def test_the_overlay_follows_the_members(autojump_clock, bench: Bench) -> 
     }
     await bench.roster.leave(members["b"].peer_id, 1, "")
     assert set(neighbours(bench.roster.plan_for(members["a"]))) == {SOURCE, members["c"].peer_id}
+
+
+async def test_in_a_large_run_newcomers_have_neighbours_at_once_and_plans_wait_for_company(
+    autojump_clock, disk: SimDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[float] = []
+
+    def plan_overlay(*args: Any, **options: Any) -> Neighbours:
+        planned.append(trio.current_time())
+        return overlay.plan_overlay(*args, **options)
+
+    monkeypatch.setattr(roster, "plan_overlay", plan_overlay)
+    settings = MembershipSection(degree=8)
+    async with open_bench(disk, membership=settings) as bench, trio.open_nursery() as nursery:
+        nursery.start_soon(bench.roster.run)
+        replies = [await bench.join(f"p{number}") for number in range(MESH_NODES_MAX)]
+        assert all(reply.plan.mesh for reply in replies)
+        planned.clear()
+        for number in range(30):
+            plan = (await bench.join(f"late{number}")).plan
+            assert not plan.mesh
+            assert len(plan.neighbours) == 1 + 4
+            assert all(neighbour.address for neighbour in plan.neighbours)
+        assert planned == []
+        await trio.sleep(REPLAN_S + 0.1)
+        assert len(planned) == 1
+        gone, *members = bench.state.members.live()
+        plans = [bench.roster.plan_for(member) for member in members]
+        assert all(len(plan.neighbours) >= 1 + 8 for plan in plans)
+        await bench.roster.leave(gone.peer_id, gone.incarnation, "")
+        for member in members:
+            assert gone.peer_id not in neighbours(bench.roster.plan_for(member))
+        assert len(planned) == 1
+        await trio.sleep(REPLAN_S + 0.1)
+        assert len(planned) == 2
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_peer_that_cannot_be_dialled_has_no_address_but_has_neighbours(

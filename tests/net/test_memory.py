@@ -71,3 +71,12 @@ def test_a_state_of_another_size_or_none_is_refused(tmp_path):
     state.close()
     with pytest.raises(StoreError, match="cannot map"):
         map_state(state.path, 8, writable=False)
+
+
+def test_a_kept_block_outlives_the_process_and_takes_up_its_room_again(tmp_path):
+    state = FileMemory(tmp_path).keep("p", 10_000)
+    state.view[5:8] = b"abc"
+    del state  # as a killed process would leave it
+    later = FileMemory(tmp_path)
+    assert later.kept() == ["p"]
+    assert bytes(later.keep("p", 10_000).view[5:8]) == b"abc"

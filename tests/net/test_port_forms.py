@@ -179,3 +179,22 @@ def test_secrets_have_their_length_and_do_not_repeat(make):
     assert len(drawn) == 100
     assert {len(secret) for secret in drawn} == {16}
     assert entropy.rng("a").random() != entropy.rng("b").random()
+
+
+def test_a_kept_block_is_found_again_as_it_was_left_until_it_is_closed(memory):
+    first = memory.keep("p1", 100)
+    first.view[:3] = b"abc"
+    assert memory.kept() == ["p1"]
+    again = memory.keep("p1", 100)
+    assert bytes(again.view[:4]) == b"abc\0"
+    other = memory.keep("p1", 120)
+    assert bytes(other.view) == bytes(120), "another size is another block"
+    other.close()
+    assert memory.kept() == []
+    memory.keep("p2", 10)
+    memory.drop("p2")
+    memory.drop("p2")
+    assert memory.kept() == []
+    for name, size in (("", 10), ("../a", 10), ("a", 0)):
+        with pytest.raises(LocalProtocolError):
+            memory.keep(name, size)

@@ -511,11 +511,12 @@ async def test_a_payload_lies_in_the_memory_that_is_made_for_it_until_it_is_forg
 ):
     blocks = {}
 
-    def make(header):
-        return blocks.setdefault(header.version, MemoryState(header.payload_bytes))
+    def make(_, header):
+        memory = blocks.setdefault(header.version, MemoryState(header.payload_bytes))
+        return Assembly(header, memory.view), memory
 
     async with relay_net("p0") as (_, relays):
-        member = await relays.start("p0", payload_memory=make)
+        member = await relays.start("p0", begin=make)
         await start_all(relays, "p0")
         payload = relays.keys.payload(1, 300_000)
         await relays.broadcast(payload)

@@ -79,7 +79,7 @@ peer_id, key = keys.identity("p")
 relay = RelayNode(
     me=PeerId(peer_id), run_id=RUN_ID, run_public_key=keys.run_public_key, sign=key.sign,
     card=keys.card("p"), streams=TcpStreams(), endpoint=None, wants=lambda _: False,
-    payload_memory=lambda header: follower.payload_memory(header), journal=journal,
+    begin=lambda *what: follower.begin(*what), journal=journal,
     entropy=entropy, rng=entropy.rng("relay"),
 )
 follower = Follower(

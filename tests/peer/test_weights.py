@@ -3,12 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 import trio
 
 from echo2p2p.errors import ConfigError, HttpError, StoreError
-from echo2p2p.ids import PeerId, RunId, Step, Version
+from echo2p2p.ids import ManifestId, PeerId, RunId, Step, Version
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
@@ -137,7 +136,7 @@ class Subject:
             streams=network.streams("p"),
             endpoint=None,
             wants=lambda _: False,
-            payload_memory=lambda header: self.follower.payload_memory(header),
+            begin=lambda *what: self.follower.begin(*what),
             journal=self.journal,
             entropy=entropy,
             rng=entropy.rng("relay"),
@@ -368,19 +367,19 @@ async def test_a_folder_that_cannot_be_read_costs_a_line_too(autojump_clock) -> 
 async def test_long_payloads_lie_in_files_and_short_ones_in_memory() -> None:
     subject = Subject(Run())
     header = KEYS.payload(1, 1000).assembly.header
-    long = msgspec.structs.replace(header, payload_bytes=IN_MEMORY_BYTES + 1)
-    assert subject.follower.payload_memory(header) is None
-    memory = subject.follower.payload_memory(long)
-    assert len(memory.view) == IN_MEMORY_BYTES + 1
+    long = KEYS.payload(2, IN_MEMORY_BYTES + 1).assembly.header
+    assert subject.follower.begin(ManifestId(b"short"), header)[1] is None
+    assembly, memory = subject.follower.begin(ManifestId(b"long"), long)
+    assert len(memory.view) == IN_MEMORY_BYTES + 1 + long.index_bytes
+    assert len(assembly.memory) == IN_MEMORY_BYTES + 1
     assert 16 * IN_MEMORY_SHARE <= 0.1
 
 
 async def test_a_payload_that_finds_no_room_in_a_file_is_put_together_in_memory() -> None:
     subject = Subject(Run())
     subject.weights._memory = SimSharedMemory(bytes_max=1)
-    header = KEYS.payload(1, 1000).assembly.header
-    header = msgspec.structs.replace(header, payload_bytes=IN_MEMORY_BYTES + 1)
+    header = KEYS.payload(1, IN_MEMORY_BYTES + 1).assembly.header
     with pytest.raises(StoreError):
         subject.weights.scratch(header.payload_bytes)
-    assert subject.follower.payload_memory(header) is None
+    assert subject.follower.begin(ManifestId(b"long"), header)[1] is None
     assert len(subject.events("payload.file_refused")) == 1

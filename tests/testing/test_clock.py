@@ -56,3 +56,22 @@ def test_the_switch_is_put_back_even_after_an_error() -> None:
     with pytest.raises(KeyError):
         run_virtual(fail, seed=1)
     assert before == trio_internals._ALLOW_DETERMINISTIC_SCHEDULING
+
+
+def test_ticks_make_timers_late_by_less_than_one_and_let_them_go_together() -> None:
+    async def main() -> list[float]:
+        woken: list[float] = []
+
+        async def sleep(seconds: float) -> None:
+            await trio.sleep(seconds)
+            woken.append(trio.current_time())
+
+        async with trio.open_nursery() as nursery:
+            for number in range(100):
+                nursery.start_soon(sleep, number / 1000)
+        return woken
+
+    woken = sorted(run_virtual(main, seed=1, tick_s=1 / 64))
+    assert all(0 <= at - number / 1000 < 1 / 64 for number, at in enumerate(woken))
+    assert set(woken) == {number / 64 for number in range(8)}
+    assert len(set(run_virtual(main, seed=1))) == 100

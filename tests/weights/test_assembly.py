@@ -58,7 +58,42 @@ def test_the_payload_is_put_together_in_memory_that_is_given():
     for index in (2, 0, 3, 1):
         assembly.add(index, chunked.chunk(index), source="a")
     assert memory[:3000] == chunked.payload == assembly.payload()
-    assert bytes(memory[3000:]) == bytes(500)
+    index = bytes(chunked.index)
+    assert bytes(memory[3000:]) == index + bytes(500 - len(index))
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 12_000))
+def test_another_life_takes_up_the_chunks_that_are_still_right(rng, payload_bytes):
+    header, chunked = publication(payload_bytes)
+    memory = memoryview(bytearray(rng.randbytes(payload_bytes + header.index_bytes)))
+    first = Assembly(header, memory)
+    assert first.take_up() == 0, "garbage is believed"
+    fetched = [0, *rng.sample(range(1, chunked.count), rng.randint(0, chunked.count - 1))]
+    for index in fetched:
+        first.add(index, chunked.chunk(index), source="a")
+    torn = rng.choice(fetched[1:]) if len(fetched) > 1 else None
+    if torn is not None:
+        memory[(torn - 1) * 1024] ^= 1
+    later = Assembly(header, memory)
+    assert later.take_up() == len(fetched) - (torn is not None)
+    assert set(later.held()) == set(fetched) - {torn}
+    for index in later.missing():
+        later.add(index, chunked.chunk(index), source="b")
+    assert later.payload() == chunked.payload
+
+
+def test_nothing_is_taken_up_where_the_index_has_no_room_or_is_torn():
+    header, chunked = publication(5000)
+    for extra, flips in ((header.index_bytes - 1, False), (header.index_bytes, True)):
+        memory = memoryview(bytearray(5000 + extra))
+        whole = Assembly(header, memory)
+        for index in range(chunked.count):
+            whole.add(index, chunked.chunk(index), source="a")
+        memory[-1] ^= flips
+        later = Assembly(header, memory)
+        assert later.take_up() == 0
+        assert later.held() == []
 
 
 def test_a_verified_chunk_is_served_before_the_rest_is_there():

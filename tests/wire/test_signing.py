@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.testing.strategies import message_of
-from echo2p2p.wire import codec
+from echo2p2p.wire import codec, signing
 from echo2p2p.wire.messages import ManifestHeader, MemberCard, Signed
 from echo2p2p.wire.signing import open_record, sign_record, verify
 
@@ -72,3 +72,21 @@ def test_keys_and_signatures_of_any_length_are_refused_and_nothing_else(key, sig
 
 def test_verify_accepts_what_the_key_signed():
     verify(PUBLIC, b"message", KEY.sign(b"message"), what="a thing")
+
+
+def test_a_record_that_was_found_good_is_verified_once_and_a_forged_one_each_time(monkeypatch):
+    verified = []
+
+    def watched(public_key, message, signature, *, what):
+        verified.append(message)
+        verify(public_key, message, signature, what=what)
+
+    monkeypatch.setattr(signing, "verify", watched)
+    record = MemberCard(run_id="once", peer_id="p", incarnation=1, public_key=bytes(32))
+    good = sign_record(KEY, record)
+    assert [open_record(good, PUBLIC, MemberCard) for _ in range(3)] == [record] * 3
+    assert len(verified) == 1
+    forged = Signed(body=good.body, signature=bytes(64))
+    assert {violation(forged) for _ in range(3)} == {Violation.BAD_SIGNATURE}
+    assert violation(good, public_key=OTHER.public_key().public_bytes_raw())
+    assert len(verified) == 1 + 3 + 1
