@@ -48,6 +48,7 @@ from echo2p2p.net.ports import (
     WallClock,
 )
 from echo2p2p.net.relay import RelayNode
+from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.net.trust import CertificateAuthority, JoinToken, RunKeys, draw_admin_token
 from echo2p2p.rollouts.batch import GroupQueue
 from echo2p2p.rollouts.ledger import Balance
@@ -57,8 +58,6 @@ from echo2p2p.wire.messages import Address, CaReply, LayoutTable
 
 RUN_OPENED: Final = "run.opened"
 RUN_ENDED: Final = "run.ended"
-
-
 OVERDUE_S: Final = 1.0
 """How long after its end a term or a lease may still be there: somebody has to be woken."""
 
@@ -174,6 +173,7 @@ class CoordinatorApp:
         )
         try:
             info = await self._tasks.start()
+            self._authority, self._leaf = self._certificates(keys)
             self._build(keys, run_id, info)
             return await self._serve(keys, token, admin_token)
         finally:
@@ -199,6 +199,15 @@ class CoordinatorApp:
 
     # --- parts --------------------------------------------------------------------------------
 
+    def _certificates(self, keys: RunKeys) -> tuple[CertificateAuthority | None, TlsServer | None]:
+        """Return the authority and a fresh leaf for HTTP and relay links; nothing without TLS."""
+        if not self._tls:
+            return None, None
+        authority = CertificateAuthority(keys, self._ports.clock, self._ports.entropy)
+        hosts = addresses.certificate_hosts(self._settings.server)
+        leaf, key = authority.issue_coordinator(hosts)
+        return authority, TlsServer(authority.certificate, leaf, key)
+
     def _build(self, keys: RunKeys, run_id: str, info: TaskInfo) -> None:
         """Build everything that needs no address."""
         ports, settings = self._ports, self._settings
@@ -210,7 +219,7 @@ class CoordinatorApp:
             run_public_key=keys.public_key,
             sign=keys.sign,
             card=None,
-            streams=ports.streams,
+            streams=TlsStreams(ports.streams, self._leaf) if self._leaf else ports.streams,
             endpoint=Endpoint(settings.server.host, settings.server.relay_port),
             wants=lambda _: False,
             journal=ports.journal,
@@ -254,12 +263,7 @@ class CoordinatorApp:
         self, keys: RunKeys, token: JoinToken, admin_token: str
     ) -> Mapping[str, object]:
         ports, settings, server = self._ports, self._settings, self._settings.server
-        authority, tls = None, None
-        if self._tls:
-            authority = CertificateAuthority(keys, ports.clock, ports.entropy)
-            hosts = addresses.certificate_hosts(server)
-            certificate, key = authority.issue_coordinator(hosts)
-            tls = TlsServer(authority.certificate, certificate, key)
+        authority, tls = self._authority, self._leaf
         async with trio.open_nursery() as nursery:
             real_relay = await nursery.start(self._relay.run)
             assert isinstance(real_relay, Endpoint)

@@ -29,6 +29,7 @@ from echo2p2p.net.ports import (
     SharedMemory,
     Streams,
     TlsClient,
+    TlsServer,
     WallClock,
 )
 from echo2p2p.net.relay import RelayNode
@@ -40,6 +41,7 @@ from echo2p2p.net.shaping import (
     Stage,
     TrafficLog,
 )
+from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.net.trust import (
     NONCE_BYTES,
     JoinToken,
@@ -307,7 +309,9 @@ class PeerApp:
 
         bind = Endpoint(settings.relay.host, settings.relay.port)
         first = TlsClient(authority=trust.authority) if self._tls else None
-        async with ports.streams.listen(bind, accept) as real:
+        secure = TlsStreams(ports.streams)
+        streams = secure if self._tls else ports.streams
+        async with streams.listen(bind, accept) as real:
             address = public_address(settings, real)
             async with self._http.connect(settings.url, first) as http:
                 reply = await self._patiently(lambda: self._join(http, csr, address))
@@ -319,11 +323,14 @@ class PeerApp:
                 relay=f"{real.host} port {real.port}",
                 dialable=address is not None,
             )
-            mine = TlsClient(trust.authority, reply.certificate, key) if self._tls else None
+            mine = None
+            if trust.authority is not None:
+                mine = TlsClient(trust.authority, reply.certificate, key)
+                secure.show(TlsServer(trust.authority, reply.certificate, key))
             async with self._http.connect(settings.url, mine) as http:
                 membership = Membership(
                     settings=settings,
-                    streams=ports.streams,
+                    streams=streams,
                     entropy=ports.entropy,
                     offload=ports.offload,
                     sign=self._identity.sign,

@@ -29,6 +29,7 @@ from echo2p2p.broadcast.liveness import (
 from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
 from echo2p2p.limits import LINK_SEND_TIMEOUT_S, MIB
+from echo2p2p.net import tls_streams
 from echo2p2p.net.shaping import Shaper
 from echo2p2p.net.stream import FrameStream
 from echo2p2p.wire.frames import ChunkPayload
@@ -89,6 +90,9 @@ async def open_link(
 ) -> Link:
     """Authenticate both ends. The stream is the link's if this returns; else it is closed.
 
+    In TLS the certificate must be that of the member which the hello proves: else whoever got hold
+    of another's key and card could use them from a connection of its own.
+
     Raises:
         RemoteProtocolError: The other end is not whom it should be; it was told.
         LinkError: The connection broke, or the handshake took too long.
@@ -99,7 +103,8 @@ async def open_link(
     opened = False
     try:
         with trio.fail_after(settings.handshake_timeout_s):
-            peer, rtt_s = await _shake_hands(frames, Handshake(me, nonce=nonce, expected=expected))
+            wanted = await tls_streams.shake_hands(stream, expected)
+            peer, rtt_s = await _shake_hands(frames, Handshake(me, nonce=nonce, expected=wanted))
         opened = True
     except trio.TooSlowError as error:
         raise LinkError(f"no handshake in {settings.handshake_timeout_s:g} s") from error

@@ -202,7 +202,7 @@ class TlsClient:
 
 @dataclass(frozen=True)
 class TlsServer:
-    """The coordinator's own leaf and the authority that signs its clients. PEM."""
+    """Our own leaf, at the coordinator or of a relay, and the authority of all others. PEM."""
 
     authority: bytes
     certificate: bytes

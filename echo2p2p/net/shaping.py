@@ -49,7 +49,8 @@ SLICE_BYTES_MAX: Final = 128 * 1024
 """A long chunk is written in such parts, each of which shows that the link is alive."""
 BUFFER_S: Final = 0.25
 BUFFER_BYTES_MIN: Final = 16 * 1024
-"""What the kernel takes in for a link before it is read cannot be held back."""
+"""What the kernel takes in for a link before it is read cannot be held back. TLS takes in as much
+again, at most 64 KiB, before it hands it on."""
 
 SHORT_BYTES: Final = 16 * 1024
 """An HTTP body up to this length does not wait."""

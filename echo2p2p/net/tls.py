@@ -1,8 +1,9 @@
 """TLS contexts from the run's trust material: 1.3 only, and no authority but the run's.
 
-The server asks for a client certificate and takes none as an answer: each route decides whether it
-needs one. The client insists on the fixed name `SERVER_NAME`, because every peer has a certificate
-of the same authority and must not be able to pass for the coordinator.
+For HTTP the server asks for a client certificate and takes none as an answer: each route decides
+whether it needs one. The client insists on the fixed name `SERVER_NAME`, because every peer has a
+certificate of the same authority and must not be able to pass for the coordinator. On relay links
+both sides must show one, and whose it is must fit the hello.
 """
 
 from __future__ import annotations
@@ -47,6 +48,21 @@ def client_context(tls: TlsClient) -> ssl.SSLContext:
     if tls.certificate is not None and tls.private_key is not None:
         _show(context, tls.certificate, tls.private_key)
     return context
+
+
+def link_contexts(tls: TlsServer) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return the contexts of a relay link's two ends: for who dials, and for who is dialled.
+
+    Either takes a certificate of the run only, but anybody's: the caller compares its owner.
+
+    Raises:
+        ConfigError: The PEM texts are damaged or do not belong together.
+    """
+    dialling = client_context(TlsClient(tls.authority, tls.certificate, tls.private_key))
+    dialling.check_hostname = False
+    dialled = server_context(tls)
+    dialled.verify_mode = ssl.CERT_REQUIRED
+    return dialling, dialled
 
 
 def _trust(context: ssl.SSLContext, authority: bytes) -> None:

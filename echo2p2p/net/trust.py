@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError, Violation
-from echo2p2p.ids import Incarnation, PeerId, peer_id_of
+from echo2p2p.ids import SOURCE, Incarnation, PeerId, peer_id_of
 from echo2p2p.net import certificates
 from echo2p2p.net.disk_errors import guard_disk
 from echo2p2p.net.ports import Entropy, WallClock
@@ -295,12 +295,30 @@ def certificate_owner(der: bytes) -> PeerId:
     Raises:
         RemoteProtocolError: A certificate of the run, but no peer's.
     """
+    return _peer_in(_names_in(der))
+
+
+def link_owner(der: bytes) -> PeerId:
+    """Return who shows this leaf on a relay link, a peer or `SOURCE`. TLS must have verified it.
+
+    Raises:
+        RemoteProtocolError: A certificate of the run, but nobody's.
+    """
+    names = _names_in(der)
+    return SOURCE if SERVER_NAME in names else _peer_in(names)
+
+
+def _names_in(der: bytes) -> list[str]:
     try:
         certificate = x509.load_der_x509_certificate(der)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
     except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
         raise RemoteProtocolError(Violation.MALFORMED, "not a peer's certificate") from error
-    for name in names.value.get_values_for_type(x509.DNSName):
+    return names.value.get_values_for_type(x509.DNSName)
+
+
+def _peer_in(names: Sequence[str]) -> PeerId:
+    for name in names:
         peer_id = name.removesuffix(_PEER_DOMAIN)
         if peer_id != name and _PEER_ID.fullmatch(peer_id):
             return PeerId(peer_id)

@@ -12,11 +12,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import LocalProtocolError
-from echo2p2p.ids import SOURCE, ManifestId, PeerId, digest_of, peer_id_of
+from echo2p2p.ids import SOURCE, Incarnation, ManifestId, PeerId, digest_of, peer_id_of
 from echo2p2p.limits import PROTOCOL
+from echo2p2p.net import trust
 from echo2p2p.net.payloads import Begin, RelaySettings, in_memory
-from echo2p2p.net.ports import Endpoint, Streams
+from echo2p2p.net.ports import Endpoint, Streams, TlsServer, WallClock
 from echo2p2p.net.relay import RelayNode
+from echo2p2p.net.system import SystemClock
+from echo2p2p.net.trust import CertificateAuthority, PeerIdentity
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import SimEntropy
 from echo2p2p.weights.assembly import Assembly
@@ -52,7 +55,10 @@ class RunKeys:
         self.run_public_key = self.run_key.public_key().public_bytes_raw()
 
     def _key(self, name: str) -> Ed25519PrivateKey:
-        return Ed25519PrivateKey.from_private_bytes(digest_of(f"{self._seed} {name}".encode()))
+        return Ed25519PrivateKey.from_private_bytes(self._secret(name))
+
+    def _secret(self, name: str) -> bytes:
+        return digest_of(f"{self._seed} {name}".encode())
 
     def identity(self, name: str) -> tuple[PeerId, Ed25519PrivateKey]:
         """Return the id and the key of the member called ``name``."""
@@ -67,6 +73,24 @@ class RunKeys:
             run_id=RUN_ID, peer_id=peer_id, incarnation=incarnation, public_key=public_key
         )
         return sign_record(self.run_key, card)
+
+    def leaf(self, name: str, *, clock: WallClock | None = None) -> TlsServer:
+        """Return what the member called ``name``, or the source, shows in TLS.
+
+        Args:
+            name: ``"source"``, or any other.
+            clock: The leaf is valid from the day before on; real by default, as is that of `ssl`.
+        """
+        entropy = SimEntropy(f"{self._seed} {name}")
+        authority = CertificateAuthority(
+            trust.RunKeys(self.run_key), clock or SystemClock(), entropy
+        )
+        if name == "source":
+            return TlsServer(authority.certificate, *authority.issue_coordinator([]))
+        identity = PeerIdentity(self._secret(name))
+        csr, key = identity.make_csr(entropy)
+        leaf = authority.sign_peer(csr, identity.peer_id, Incarnation(1))
+        return TlsServer(authority.certificate, leaf, key)
 
     def payload(
         self, version: int, size: int, *, chunk_bytes: int = 16 * 1024, anchor: bool = False

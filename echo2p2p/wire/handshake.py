@@ -65,7 +65,8 @@ class Handshake:
     Args:
         me: Our identity.
         nonce: 32 fresh random bytes, used for this handshake only.
-        expected: The peer that was dialled; anybody else is refused. ``None``: any member.
+        expected: The peer that was dialled, or whose TLS certificate was shown; anybody else is
+            refused. ``None``: any member.
     """
 
     def __init__(self, me: Self, *, nonce: bytes, expected: PeerId | None = None) -> None:

@@ -10,13 +10,22 @@ from echo2p2p.net.memory import FileMemory
 from echo2p2p.net.ports import Endpoint
 from echo2p2p.net.system import SystemEntropy, ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.testing.network import SimNetwork
+from echo2p2p.testing.relays import RunKeys
 from echo2p2p.testing.system import InlineOffload, SimEntropy, SimSharedMemory
 
 
 @asynccontextmanager
 async def tcp():
     yield TcpStreams(), TcpStreams(), "127.0.0.1"
+
+
+@asynccontextmanager
+async def tls():
+    keys = RunKeys()
+    server, client = (TlsStreams(TcpStreams(), keys.leaf(name)) for name in ("source", "p0"))
+    yield server, client, "127.0.0.1"
 
 
 @asynccontextmanager
@@ -30,7 +39,7 @@ async def simulated():
         nursery.cancel_scope.cancel()
 
 
-@pytest.fixture(params=[tcp, simulated], ids=["tcp", "simulated"])
+@pytest.fixture(params=[tcp, tls, simulated], ids=["tcp", "tls", "simulated"])
 def forms(request):
     return request.param
 
@@ -39,13 +48,39 @@ async def read_all(stream) -> bytes:
     return b"".join([bytes(data) async for data in stream])
 
 
+async def read(stream, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = await stream.receive_some(count - len(data))
+        assert part, "not the end yet"
+        data += part
+    return data
+
+
 async def test_bytes_pass_both_ways_and_the_end_is_seen(forms):
+    ended = trio.Event()
+
     async def answer(stream, remote):
         assert remote in {"127.0.0.1", "two"}
-        await stream.send_all((await read_all(stream)).upper())
+        await stream.send_all((await read(stream, 300_000)).upper())
+        assert await read_all(stream) == b""
+        ended.set()
 
     async with forms() as (server, client, host), server.listen(Endpoint(host, 0), answer) as at:
         assert at.port > 0, "port 0 becomes a real one"
+        with trio.fail_after(10):
+            async with await client.dial(at, timeout_s=5) as stream:
+                await stream.send_all(b"x" * 300_000)
+                assert await read(stream, 300_000) == b"X" * 300_000
+            await ended.wait()
+
+
+@pytest.mark.parametrize("forms", [tcp, simulated])
+async def test_what_is_no_tls_can_be_closed_by_halves(forms):
+    async def answer(stream, _):
+        await stream.send_all((await read_all(stream)).upper())
+
+    async with forms() as (server, client, host), server.listen(Endpoint(host, 0), answer) as at:
         stream = await client.dial(at, timeout_s=5)
         async with stream:
             await stream.send_all(b"x" * 300_000)

@@ -30,9 +30,11 @@ from echo2p2p.net.shaping import (
 from echo2p2p.net.stream import FrameStream
 from echo2p2p.net.system import SystemClock
 from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
+from echo2p2p.testing.relays import RunKeys
 from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.messages import Ping
 
@@ -338,11 +340,14 @@ async def test_a_real_socket_never_passes_a_limit_by_more_than_5_percent():
         return Shaper(limits, clock=SystemClock(), log=NoTrafficLog(), journal=TraceJournal())
 
     size = receive_buffer_bytes(limits)
-    limited = TcpStreams(receive_buffer_bytes=size)
-    rates = {}
+    plain = (TcpStreams(), TcpStreams(receive_buffer_bytes=size))
+    keys, rates = RunKeys(), {}
+    in_tls = tuple(
+        TlsStreams(inner, keys.leaf(name)) for inner, name in zip(plain, ("p0", "p1"), strict=True)
+    )
 
     async def measure(name: str, *shapers: Shaper | None) -> None:
-        streams = (TcpStreams(), limited)
+        streams = in_tls if name.endswith("TLS") else plain
         rates[name] = await one_way(
             *shapers, links=3, seconds=3.0, streams=streams, host="127.0.0.1"
         )
@@ -350,6 +355,8 @@ async def test_a_real_socket_never_passes_a_limit_by_more_than_5_percent():
     async with trio.open_nursery() as nursery:
         nursery.start_soon(measure, "up", real(), None)
         nursery.start_soon(measure, "down", None, real())
+        nursery.start_soon(measure, "up in TLS", real(), None)
+        nursery.start_soon(measure, "down in TLS", None, real())
     # A busy machine may fall short of the limit, which is no breach of it; that the limit is also
     # reached is shown in virtual time.
     assert all(0.3 * rate < got <= 1.05 * rate for got in rates.values()), rates

@@ -6,21 +6,29 @@ import pytest
 import trio
 
 from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.testing.network import SimNetwork
-from echo2p2p.testing.relays import RelayNet
+from echo2p2p.testing.relays import RelayNet, RunKeys
 
 HANDSHAKES_MAX = 64
 HANDSHAKE_S = 10.0
 
 
 @contextlib.asynccontextmanager
-async def source_and(*machines):
+async def source_and(*machines, tls=False):
+    """Yield a network with a relay of the source; ``tls`` is for its members, not for others."""
     network = SimNetwork()
     for name in ("source", "p0", *machines):
         network.add_node(name, latency_s=0.05)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(network.run)
-        relays = RelayNet(nursery, network.streams)
+        keys = RunKeys()
+
+        def streams(name):
+            plain = network.streams(name)
+            return TlsStreams(plain, keys.leaf(name)) if tls else plain
+
+        relays = RelayNet(nursery, streams)
         await relays.start("source")
         yield network, relays, nursery
         nursery.cancel_scope.cancel()
@@ -47,10 +55,11 @@ async def linked_in_s(relays):
     return trio.current_time() - began_s
 
 
+@pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("machines", [["x"], [f"x{i}" for i in range(HANDSHAKES_MAX)], ["p0"]])
-async def test_they_keep_no_member_out_wherever_they_come_from(autojump_clock, machines):
+async def test_they_keep_no_member_out_wherever_they_come_from(autojump_clock, machines, tls):
     others = [name for name in machines if name != "p0"]
-    async with source_and(*others) as (network, relays, nursery):
+    async with source_and(*others, tls=tls) as (network, relays, nursery):
         address, gone = relays.source.address, []
         for index in range(HANDSHAKES_MAX):
             machine = machines[index % len(machines)]
@@ -65,8 +74,9 @@ async def test_they_keep_no_member_out_wherever_they_come_from(autojump_clock, m
         assert len(gone) == HANDSHAKES_MAX, "the rest ran out of time"
 
 
-async def test_a_flood_from_one_address_takes_no_place_from_others(autojump_clock):
-    async with source_and("x") as (network, relays, nursery):
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_flood_from_one_address_takes_no_place_from_others(autojump_clock, tls):
+    async with source_and("x", tls=tls) as (network, relays, nursery):
         address = relays.source.address
 
         async def flood():

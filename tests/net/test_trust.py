@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2p2p.errors import ConfigError, RefusedError, RemoteProtocolError, StoreError
-from echo2p2p.ids import Incarnation, PeerId, peer_id_of
+from echo2p2p.ids import SOURCE, Incarnation, PeerId, peer_id_of
 from echo2p2p.net.certificates import key_pem, name
 from echo2p2p.net.trust import (
     ADMIN_PREFIX,
@@ -34,6 +34,7 @@ from echo2p2p.net.trust import (
     draw_credential,
     fingerprint,
     join_proof,
+    link_owner,
     run_key_from,
     same_secret,
 )
@@ -168,7 +169,7 @@ def test_a_peers_leaf_names_the_peer_whatever_its_request_says() -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     pem = run.sign_peer(csr(key, hashes.SHA256()), peer.peer_id, Incarnation(3))
     leaf = x509.load_pem_x509_certificate(pem)
-    assert certificate_owner(der_of(pem)) == peer.peer_id
+    assert certificate_owner(der_of(pem)) == link_owner(der_of(pem)) == peer.peer_id
     assert leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value == peer.peer_id
     assert leaf.subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)[0].value == "3"
     assert SERVER_NAME.encode() not in der_of(pem)
@@ -190,6 +191,7 @@ def test_the_coordinators_leaf_carries_the_fixed_name_and_its_hosts() -> None:
     assert isinstance(serialization.load_pem_private_key(key, None), ec.EllipticCurvePrivateKey)
     with pytest.raises(RemoteProtocolError, match="not a peer's certificate"):
         certificate_owner(der_of(pem))
+    assert link_owner(der_of(pem)) == SOURCE
 
 
 def tampered(request: bytes) -> bytes:
@@ -217,8 +219,9 @@ def test_a_bad_request_gets_no_certificate(request_pem: bytes, complaint: str) -
 
 @pytest.mark.parametrize("der", [b"", b"0" * 50, der_of(authority().certificate)])
 def test_what_is_no_peers_certificate_has_no_owner(der: bytes) -> None:
-    with pytest.raises(RemoteProtocolError):
-        certificate_owner(der)
+    for owner in (certificate_owner, link_owner):
+        with pytest.raises(RemoteProtocolError):
+            owner(der)
 
 
 # --- first contact ------------------------------------------------------------------------------

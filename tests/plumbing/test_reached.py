@@ -1,6 +1,7 @@
 """Addresses, ports, families, proxies: whole runs over real sockets, and clear errors."""
 
 import socket
+import ssl
 
 import pytest
 
@@ -63,6 +64,39 @@ def test_ipv6_with_tls_works_from_end_to_end_though_proxies_are_set(processes):
     )
     assert all(entry["relay"].startswith("::1 port ") for entry in peers[0].events("peer.joined"))
     assert not peers[0].events("chunks.over_http")
+
+
+def refuses_without_certificate(port: int) -> bool:
+    """Ask a relay port for TLS and show nothing; return whether it ends that after its own part."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=5) as plain,
+        context.wrap_socket(plain) as stream,
+    ):
+        assert stream.version() == "TLSv1.3"
+        try:
+            return stream.recv(1) == b""
+        except (ssl.SSLError, ConnectionResetError):
+            return True
+
+
+def test_with_tls_the_relays_of_both_programs_refuse_who_shows_no_certificate(processes):
+    port, peer_port = free_port(), free_port()
+    run = start_coordinator(
+        processes,
+        *("--server.tls", "on", "--server.relay_port", str(port), "--run.steps", "12"),
+    )
+    assert refuses_without_certificate(port)
+    peer = start_peer(processes, run.url, run.token, "--relay.port", str(peer_port))
+    processes.wait(lambda: "source" in linked(peer), 20, "the link to the source")
+    assert refuses_without_certificate(peer_port)
+    play(run, [peer])
+    for end in (run, peer):
+        details = [entry["detail"] for entry in end.events("link.refused")]
+        assert details == ["no TLS handshake: peer did not return a certificate"]
+    assert not peer.events("chunks.over_http")
 
 
 @pytest.mark.parametrize("ahead_s", [3600, -3600])
