@@ -232,12 +232,14 @@ class Picker:
     def rejected(
         self, link: PeerId, manifest_id: ManifestId, index: int, reason: str, now: float
     ) -> None:
-        """``link`` will not send the chunk."""
+        """``link`` will not send the chunk; if the payload is unknown to it, none of it."""
         goal = self._goals.get(manifest_id)
         if goal is None:
             return
-        if link in goal.asked.get(index, ()):
-            self._forget_request(link, manifest_id, index, goal, now)
+        refused = list(goal.asked) if reason == "unknown" else [index]
+        for each in refused:
+            if link in goal.asked.get(each, ()):
+                self._forget_request(link, manifest_id, each, goal, now)
         if reason == "unknown":
             self._withdraw(goal, link)
         elif reason == "not_held":

@@ -17,7 +17,6 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import Dealer, RelayRates
@@ -162,8 +161,11 @@ class Swarm:
         return self._take()
 
     def drop_transfer(self, manifest_id: ManifestId, now: float) -> list[Effect]:
-        """Forget a payload; what is asked of us about it from now on is rejected."""
-        if self._transfers.pop(manifest_id, None) is not None:
+        """Forget a payload; what is asked of us about it, or was and is not sent, is rejected."""
+        transfer = self._transfers.pop(manifest_id, None)
+        if transfer is not None:
+            for link in transfer.fetching():
+                self._effects.append(SendReject(link, manifest_id, 0, "unknown"))
             self._cancel(self._picker.drop(manifest_id, now))
             for _, outbox in self._uploads.in_turn():
                 outbox.drop(manifest_id)
@@ -184,7 +186,9 @@ class Swarm:
         transfer = self._transfers.get(manifest_id)
         if transfer is None:
             remember(self._links[link].wants_early, manifest_id)
-            return []
+            if self._is_source:  # a peer may yet come to follow it; we made all that there are
+                self._effects.append(SendReject(link, manifest_id, 0, "unknown"))
+            return self._take()
         if transfer.view(link).wants:  # it forgot the payload, and all that we told it
             transfer.forget(link, now)
             transfer.view(link).offered = True
@@ -236,7 +240,7 @@ class Swarm:
         transfer.check_index(index)
         outbox, key = self._uploads.to(link), (manifest_id, index)
         if not outbox.holds(key) and not outbox.sent_since(key, now - CROSSING_S):
-            refusal = self._refusal(transfer, link, index, now)
+            refusal = transfer.refusal(link, index, now)
             if refusal is None and outbox.queue(key, live=transfer.push):
                 self._pump(now)
             else:
@@ -411,15 +415,6 @@ class Swarm:
                 fresh, transfer.fresh = sorted(transfer.fresh), []
                 for link in transfer.followers:
                     self._announce(transfer, link, fresh)
-
-    def _refusal(
-        self, transfer: Transfer, link: PeerId, index: int, now: float
-    ) -> Literal["not_held", "busy"] | None:
-        if index not in transfer.held:
-            return "not_held"
-        if transfer.dealer and not transfer.dealer.may_serve(link, index, now):
-            return "busy"
-        return None
 
     def _lose(self, transfer: Transfer, index: int, now: float) -> None:
         """Want a chunk again that had come; its sender, if it is still linked, does hold it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import Dealer
@@ -116,6 +116,14 @@ class Transfer:
         new = [index for index in indices if view.aware.add(index)]
         for start in range(0, len(new), HAVE_INDICES_MAX):
             yield tuple(new[start : start + HAVE_INDICES_MAX])
+
+    def refusal(self, link: PeerId, index: int, now: float) -> Literal["not_held", "busy"] | None:
+        """Return why a request of a follower is refused, if it is."""
+        if index not in self.held:
+            return "not_held"
+        if self.dealer and not self.dealer.may_serve(link, index, now):
+            return "busy"
+        return None
 
     def held_beside(self, index: int, link: PeerId) -> bool:
         """Return whether anybody but ``link`` has announced the chunk to us."""

@@ -386,6 +386,25 @@ async def test_a_forgotten_payload_is_gone_and_can_be_followed_again(autojump_cl
             await wait_whole(node, payload.manifest_id)
 
 
+async def test_only_the_source_can_say_that_a_payload_is_gone(autojump_clock):
+    async with relay_net("p0", "p1") as (network, relays):
+        await start_all(relays, "p0", "p1")
+        source, (one, other) = relays.source.node, (member.node for member in relays.peers)
+        payload = relays.keys.payload(1, 3_000_000, anchor=True)
+        source.publish(payload.signed, payload.assembly, push=False)
+        for node in (one, other):
+            node.follow(payload.signed, push=False)
+        await trio.sleep(2)
+        other.forget(payload.manifest_id)
+        await trio.sleep(1)
+        assert not one.refused(payload.manifest_id)
+        source.forget(payload.manifest_id)
+        await trio.sleep(1)
+        assert one.refused(payload.manifest_id)
+        assert not one.assembly(payload.manifest_id).complete
+        assert not one.refused(relays.keys.payload(2, 1000).manifest_id), "it is not followed"
+
+
 async def test_waiting_for_a_payload_that_is_forgotten_meanwhile_raises(autojump_clock):
     async with relay_net("p0") as (_, relays):
         await start_all(relays, "p0")
