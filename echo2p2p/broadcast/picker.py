@@ -184,6 +184,13 @@ class Picker:
                 if index == 0 and wait_s:
                     self._wake_at(now + wait_s)
 
+    def hurry(self, manifest_id: ManifestId, ready_s: float) -> None:
+        """End the graces of what was announced before by ``ready_s``: no push is on its way."""
+        goal = self._goals.get(manifest_id)
+        if goal is not None:
+            goal.ready_s = {index: min(at_s, ready_s) for index, at_s in goal.ready_s.items()}
+            self._wake_at(ready_s)
+
     def arrived(
         self, link: PeerId, manifest_id: ManifestId, index: int, count: int, now: float
     ) -> tuple[bool, list[Pick]]:

@@ -164,8 +164,7 @@ class Swarm:
         """Forget a payload; what is asked of us about it, or was and is not sent, is rejected."""
         transfer = self._transfers.pop(manifest_id, None)
         if transfer is not None:
-            for link in transfer.fetching():
-                self._effects.append(SendReject(link, manifest_id, 0, "unknown"))
+            self._effects += [SendReject(x, manifest_id, 0, "unknown") for x in transfer.fetching()]
             self._cancel(self._picker.drop(manifest_id, now))
             for _, outbox in self._uploads.in_turn():
                 outbox.drop(manifest_id)
@@ -219,7 +218,11 @@ class Swarm:
             if transfer.dealer:
                 transfer.dealer.announced(link, index, now)
         mesh_s, overlay_s = self._settings.pull_grace_s, self._settings.overlay_grace_s
-        grace_s = (mesh_s if self._mesh else overlay_s) if transfer.push else 0.0
+        if self._from_source(link) and self._mesh and transfer.lacks_index and 0 in indices:
+            transfer.late = True  # or it would send us chunk 0 itself
+            self._picker.hurry(manifest_id, now + overlay_s)
+        patient = self._mesh and not transfer.late
+        grace_s = (mesh_s if patient else overlay_s) if transfer.push else 0.0
         self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
         self._plan(now, [link])
         self._pump(now)
@@ -399,10 +402,12 @@ class Swarm:
             transfer.dealer.relay_joined(link)
             for index in view.held:
                 transfer.dealer.announced(link, index, now)
+        pushed = transfer.dealing or now < transfer.dealt_s + self._settings.pull_grace_max_s
+        key, few = (transfer.manifest_id, 0), len(transfer.followers) <= MESH_NODES_MAX
+        if pushed and few and 0 not in view.known and self._uploads.to(link).queue(key, live=True):
+            view.aware.add(0)  # announced to those only to whom nothing is pushed any more
         if not transfer.dealing:
             self._announce(transfer, link, transfer.held)
-        elif 0 not in view.known and len(transfer.followers) <= MESH_NODES_MAX:
-            self._uploads.to(link).queue((transfer.manifest_id, 0), live=True)
 
     def _announce(self, transfer: Transfer, link: PeerId, indices: Iterable[int]) -> None:
         for part in transfer.news(link, indices, to_source=self._from_source(link)):
@@ -486,7 +491,7 @@ class Swarm:
             self._uploads.to(link).write(key)
             self._send(link, key, now)
         if transfer.dealing and dealer.finished:
-            transfer.dealing = False
+            transfer.dealing, transfer.dealt_s = False, now
             for link in known:
                 self._announce(transfer, link, transfer.held)
 

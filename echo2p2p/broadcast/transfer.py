@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -80,12 +81,21 @@ class Transfer:
     """Only at the source."""
     dealing: bool
     """The source has not announced what it holds yet."""
+    dealt_s: float = -math.inf
+    """When we, the source, had dealt all of it."""
+    late: bool = False
+    """Not the source, and all was dealt before we came to follow it: nobody pushes it to us."""
     views: dict[PeerId, View] = field(default_factory=dict)
     followers: dict[PeerId, ChunkSet] = field(default_factory=dict)
     """`View.known` of those that said WANT."""
     fresh: list[int] = field(default_factory=list)
     """Stored since the last announcement."""
     origins: dict[int, Origin] = field(default_factory=dict)
+
+    @property
+    def lacks_index(self) -> bool:
+        """Whether chunk 0 has not come."""
+        return 0 not in self.held and 0 not in self.origins
 
     def view(self, link: PeerId) -> View:
         """Return the view of a link, empty at first."""
