@@ -13,7 +13,6 @@ gives up links that promise and do not deliver.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
@@ -37,7 +36,6 @@ from echo2p2p.broadcast.picker import Pick, Picker
 from echo2p2p.broadcast.settings import MESH_NODES_MAX, SwarmSettings
 from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, remember
 from echo2p2p.broadcast.uploads import Uploads
-from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
 
 
@@ -137,14 +135,9 @@ class Swarm:
         dealer, late_s = None, self._settings.backlog_max_s
         if self._is_source and chunks.complete:
             dealer = Dealer(count, chunk_bytes, self.rates, push=push, backlog_max_s=late_s)
+        dealing = push and dealer is not None
         transfer = self._transfers[manifest_id] = Transfer(
-            manifest_id,
-            count,
-            chunk_bytes,
-            push=push,
-            held=chunks,
-            dealer=dealer,
-            dealing=dealer is not None and push,
+            manifest_id, count, chunk_bytes, push, chunks, dealer, dealing
         )
         if not chunks.complete:
             missing = ChunkSet(count, (index for index in range(count) if index not in chunks))
@@ -207,10 +200,7 @@ class Swarm:
         transfer = self._transfers.get(manifest_id)
         if transfer is None:
             return []
-        if any(after <= before for before, after in itertools.pairwise(indices)):
-            raise RemoteProtocolError(Violation.MALFORMED, "announcement is not ascending")
-        if indices:
-            transfer.check_index(indices[-1])
+        transfer.check_announced(indices)
         view, outbox = transfer.view(link), self._uploads.to(link)
         for index in indices:
             view.add(index)
@@ -308,7 +298,7 @@ class Swarm:
         new = [index for index in indices if transfer.held.add(index)]
         for index in new:
             self._cancel(self._picker.stored(manifest_id, index, now))
-            self._push_on(transfer, index, transfer.origins.pop(index, None))
+            self._push_on(transfer, index, transfer.origins.pop(index, None), now)
         if new:
             transfer.fresh += new
             self._flush_s = min(self._flush_s, now + self._settings.have_batch_s)
@@ -402,12 +392,21 @@ class Swarm:
             transfer.dealer.relay_joined(link)
             for index in view.held:
                 transfer.dealer.announced(link, index, now)
-        pushed = transfer.dealing or now < transfer.dealt_s + self._settings.pull_grace_max_s
-        key, few = (transfer.manifest_id, 0), len(transfer.followers) <= MESH_NODES_MAX
-        if pushed and few and 0 not in view.known and self._uploads.to(link).queue(key, live=True):
+        outbox, grace_s = self._uploads.to(link), self._settings.pull_grace_max_s
+        pushed = transfer.dealing or now < transfer.dealt_s + grace_s
+        first = pushed and 0 not in view.known and len(transfer.followers) <= MESH_NODES_MAX
+        if first and outbox.queue((transfer.manifest_id, 0), live=True):
             view.aware.add(0)  # announced to those only to whom nothing is pushed any more
         if not transfer.dealing:
             self._announce(transfer, link, transfer.held)
+        if self._mesh and not self._from_source(link):
+            for index in transfer.ours_since(now - grace_s):  # it came a moment too late for them
+                self._push(transfer, index, link)
+
+    def _push(self, transfer: Transfer, index: int, link: PeerId) -> None:
+        key, outbox = (transfer.manifest_id, index), self._uploads.to(link)
+        fresh = index not in transfer.view(link).known and not outbox.holds(key)
+        self._pushed += fresh and outbox.queue(key, live=True)
 
     def _announce(self, transfer: Transfer, link: PeerId, indices: Iterable[int]) -> None:
         for part in transfer.news(link, indices, to_source=self._from_source(link)):
@@ -428,7 +427,7 @@ class Swarm:
         if origin is not None and origin.link in self._links:
             self._picker.offered(origin.link, transfer.manifest_id, [index], now, grace_s=0.0)
 
-    def _push_on(self, transfer: Transfer, index: int, origin: Origin | None) -> None:
+    def _push_on(self, transfer: Transfer, index: int, origin: Origin | None, now: float) -> None:
         """Queue a chunk that came unasked for the neighbours who should get it from us."""
         if origin is None or not origin.dealt or not transfer.push:
             return
@@ -437,18 +436,15 @@ class Swarm:
         if transfer.held_beside(index, origin.link):
             return  # another relay has it already, perhaps from an earlier deal
         targets = [link for link in transfer.lacking(index) if not self._from_source(link)]
+        transfer.note_ours(index, now)
         if not self._mesh:
             targets.sort(key=lambda link: (len(self._uploads.to(link)), self._rng.random()))
             targets = targets[: self._settings.push_fanout]
-        key = (transfer.manifest_id, index)
         for link in targets:
-            outbox = self._uploads.to(link)
-            if not outbox.holds(key) and outbox.queue(key, live=True):
-                self._pushed += 1
+            self._push(transfer, index, link)
 
     def _from_source(self, link: PeerId) -> bool:
-        state = self._links.get(link)
-        return state is not None and state.is_source
+        return link in self._links and self._links[link].is_source
 
     def _plan(self, now: float, links: Iterable[PeerId] | None = None) -> None:
         for pick in self._picker.plan(now, links):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -85,6 +86,10 @@ class Transfer:
     """When we, the source, had dealt all of it."""
     late: bool = False
     """Not the source, and all was dealt before we came to follow it: nobody pushes it to us."""
+    ours: list[int] = field(default_factory=list)
+    """Chunks that were dealt to us: in a mesh nobody else pushes them to those who come now."""
+    ours_s: float = -math.inf
+    """When the last of them came."""
     views: dict[PeerId, View] = field(default_factory=dict)
     followers: dict[PeerId, ChunkSet] = field(default_factory=dict)
     """`View.known` of those that said WANT."""
@@ -146,6 +151,28 @@ class Transfer:
     def fetching(self) -> list[PeerId]:
         """Return the followers that neither announced nor were sent all of it."""
         return [link for link, known in self.followers.items() if not known.complete]
+
+    def note_ours(self, index: int, now: float) -> None:
+        """A chunk was dealt to us, and we push it on."""
+        self.ours.append(index)
+        self.ours_s = now
+
+    def ours_since(self, since_s: float) -> list[int]:
+        """Return what we were dealt, if the last of it came after ``since_s``; else forget it."""
+        if self.ours_s <= since_s:
+            self.ours = []
+        return self.ours
+
+    def check_announced(self, indices: Sequence[int]) -> None:
+        """Check an announcement from the wire.
+
+        Raises:
+            RemoteProtocolError: Not ascending, or there is no such chunk.
+        """
+        if any(after <= before for before, after in itertools.pairwise(indices)):
+            raise RemoteProtocolError(Violation.MALFORMED, "announcement is not ascending")
+        if indices:
+            self.check_index(indices[-1])
 
     def check_index(self, index: int) -> None:
         """Check a chunk's number from the wire, not negative.

@@ -467,6 +467,19 @@ def test_a_chunk_from_the_source_is_pushed_on_and_one_from_a_peer_is_not():
         assert {e.link for e in effects if isinstance(e, SendChunk)} == pushed
 
 
+def test_who_comes_a_moment_after_a_chunk_was_dealt_to_us_is_pushed_it_too():
+    swarm = opened(SOURCE, "a", "b", "c")
+    swarm.receive_want("a", ID, 0.0)
+    swarm.chunk_arrived(SOURCE, ID, 0, CHUNK, 0.9)
+    swarm.chunks_stored(ID, [0], 0.9)
+    swarm.chunk_arrived(SOURCE, ID, 3, CHUNK, 1.0)
+    assert SendChunk("a", ID, 3) in swarm.chunks_stored(ID, [3], 1.0)
+    effects = swarm.receive_want("b", ID, 1.1)
+    assert effects == [SendHave("b", ID, (0, 3)), SendChunk("b", ID, 3)]
+    late = 1.0 + SwarmSettings().pull_grace_max_s
+    assert swarm.receive_want("c", ID, late) == [SendHave("c", ID, (0, 3))], "it pulls"
+
+
 def test_outside_a_mesh_a_chunk_is_pushed_to_two_only():
     peers = [f"p{i:02}" for i in range(20)]
     swarm = opened(SOURCE, *peers, held=[0])
