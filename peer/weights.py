@@ -36,6 +36,10 @@ PAYLOAD_FILE_REFUSED: Final = "payload.file_refused"
 CHUNKS_OVER_HTTP: Final = "chunks.over_http"
 POLL_S: Final = 25.0
 """Long poll for manifests."""
+REFUSED_S: Final = 1.0
+"""A payload that the source says it does not have, and that has made no progress for so long, makes
+us ask whether there is another path; each time after twice as long, and with the stall timeout the
+end of it. A coordinator that starts has not loaded its payloads yet, so its word is no command."""
 PAYLOADS_KEPT: Final = 8
 KEPT_SHARE: Final = 0.5
 """Deltas kept for others after they were applied here, and their bytes as a share of the model; the
@@ -277,38 +281,62 @@ class Follower:
             keeper=self._keeper,
             offload=self._offload,
         )
+        stall_s, ask_s, since_s = self._stall_timeout_s, REFUSED_S, trio.current_time()
         while not assembly.complete:
-            before = self._held(identity)
-            with trio.move_on_after(self._stall_timeout_s):
-                while not assembly.complete and self._relay.assembly(identity) is assembly:
+            before, refused = self._held(identity), self._relay.refused(identity)
+            with trio.move_on_at(since_s + (min(ask_s, stall_s) if refused else stall_s)) as quiet:
+                while self._lacks(identity, assembly) and self._relay.refused(identity) == refused:
                     if not await apply.advance():
                         await self._relay.wait_grown(identity)
             if self._relay.assembly(identity) is not assembly:
                 return None
-            if not assembly.complete and self._held(identity) == before:
-                try:
-                    await self._fetch_over_http(identity)
-                except RefusedError as error:
-                    if error.reason != "no_such_chunk":
-                        raise
+            if self._held(identity) != before:
+                since_s = trio.current_time()
+            elif quiet.cancelled_caught:
+                if trio.current_time() < since_s + stall_s:
+                    gone = await self._is_passed_by(identity)
+                else:
+                    gone = not await self._fetch_over_http(identity)
+                    since_s = trio.current_time()
+                if gone:
                     self._relay.forget(identity)
                     return None
+                ask_s *= 2
         return apply
+
+    def _lacks(self, identity: ManifestId, assembly: Assembly) -> bool:
+        """Whether a payload, still the same, has chunks to come."""
+        return not assembly.complete and self._relay.assembly(identity) is assembly
+
+    async def _is_passed_by(self, identity: ManifestId) -> bool:
+        """Whether the coordinator, as far as it can be asked, leads us another way by now."""
+        try:
+            path = await self._client.manifests(self._weights.version, 0.0)
+        except LinkError:
+            return False
+        return bool(path) and identity not in map(manifest_id, path)
 
     def _held(self, identity: ManifestId) -> int:
         assembly = self._relay.assembly(identity)
         return 0 if assembly is None else len(assembly.held())
 
-    async def _fetch_over_http(self, identity: ManifestId) -> None:
+    async def _fetch_over_http(self, identity: ManifestId) -> bool:
+        """Fetch what is missing; return whether the coordinator has it."""
         assembly = self._relay.assembly(identity)
         if assembly is None:
-            return
+            return False
         missing = list(assembly.missing())
         self._journal.event(CHUNKS_OVER_HTTP, manifest=identity.hex(), chunks=len(missing))
         for index in missing:
             if assembly.chunk(index) is None:
-                data = await self._client.chunk(identity, index)
+                try:
+                    data = await self._client.chunk(identity, index)
+                except RefusedError as error:
+                    if error.reason != "no_such_chunk":
+                        raise
+                    return False
                 self._relay.accept_chunk(identity, index, data, "coordinator")
+        return True
 
     def keep_anchor(self, identity: ManifestId) -> None:
         """Keep an anchor for others, instead of the one before it."""

@@ -184,6 +184,13 @@ class Picker:
                 if index == 0 and wait_s:
                     self._wake_at(now + wait_s)
 
+    def hurry(self, manifest_id: ManifestId, ready_s: float) -> None:
+        """End the graces of what was announced before by ``ready_s``: no push is on its way."""
+        goal = self._goals.get(manifest_id)
+        if goal is not None:
+            goal.ready_s = {index: min(at_s, ready_s) for index, at_s in goal.ready_s.items()}
+            self._wake_at(ready_s)
+
     def arrived(
         self, link: PeerId, manifest_id: ManifestId, index: int, count: int, now: float
     ) -> tuple[bool, list[Pick]]:
@@ -232,12 +239,14 @@ class Picker:
     def rejected(
         self, link: PeerId, manifest_id: ManifestId, index: int, reason: str, now: float
     ) -> None:
-        """``link`` will not send the chunk."""
+        """``link`` will not send the chunk; if the payload is unknown to it, none of it."""
         goal = self._goals.get(manifest_id)
         if goal is None:
             return
-        if link in goal.asked.get(index, ()):
-            self._forget_request(link, manifest_id, index, goal, now)
+        refused = list(goal.asked) if reason == "unknown" else [index]
+        for each in refused:
+            if link in goal.asked.get(each, ()):
+                self._forget_request(link, manifest_id, each, goal, now)
         if reason == "unknown":
             self._withdraw(goal, link)
         elif reason == "not_held":

@@ -24,10 +24,12 @@ class SwarmSettings:
 
     pull_grace_s: float = 0.5
     """In a full mesh: from the first announcement of a chunk until it is asked for. The relay that
-    was dealt it is pushing it to us already; asking another would double it."""
+    was dealt it is pushing it to us already; asking another would double it. A peer that came to
+    follow the payload later waits only `overlay_grace_s`, for other holders than the source."""
 
     pull_grace_max_s: float = 3.0
-    """The grace grows to twice the time that pushed chunks were seen to take, up to this."""
+    """The grace grows to twice the time that pushed chunks were seen to take, up to this. So long
+    after its last deal the source takes it that what it dealt is still being pushed."""
 
     overlay_grace_s: float = 0.05
     """The same outside a full mesh, where most chunks must be pulled."""

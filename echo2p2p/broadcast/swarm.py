@@ -13,11 +13,9 @@ gives up links that promise and do not deliver.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import Dealer, RelayRates
@@ -38,7 +36,6 @@ from echo2p2p.broadcast.picker import Pick, Picker
 from echo2p2p.broadcast.settings import MESH_NODES_MAX, SwarmSettings
 from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, remember
 from echo2p2p.broadcast.uploads import Uploads
-from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
 
 
@@ -138,14 +135,9 @@ class Swarm:
         dealer, late_s = None, self._settings.backlog_max_s
         if self._is_source and chunks.complete:
             dealer = Dealer(count, chunk_bytes, self.rates, push=push, backlog_max_s=late_s)
+        dealing = push and dealer is not None
         transfer = self._transfers[manifest_id] = Transfer(
-            manifest_id,
-            count,
-            chunk_bytes,
-            push=push,
-            held=chunks,
-            dealer=dealer,
-            dealing=dealer is not None and push,
+            manifest_id, count, chunk_bytes, push, chunks, dealer, dealing
         )
         if not chunks.complete:
             missing = ChunkSet(count, (index for index in range(count) if index not in chunks))
@@ -162,8 +154,10 @@ class Swarm:
         return self._take()
 
     def drop_transfer(self, manifest_id: ManifestId, now: float) -> list[Effect]:
-        """Forget a payload; what is asked of us about it from now on is rejected."""
-        if self._transfers.pop(manifest_id, None) is not None:
+        """Forget a payload; what is asked of us about it, or was and is not sent, is rejected."""
+        transfer = self._transfers.pop(manifest_id, None)
+        if transfer is not None:
+            self._effects += [SendReject(x, manifest_id, 0, "unknown") for x in transfer.fetching()]
             self._cancel(self._picker.drop(manifest_id, now))
             for _, outbox in self._uploads.in_turn():
                 outbox.drop(manifest_id)
@@ -184,7 +178,9 @@ class Swarm:
         transfer = self._transfers.get(manifest_id)
         if transfer is None:
             remember(self._links[link].wants_early, manifest_id)
-            return []
+            if self._is_source:  # a peer may yet come to follow it; we made all that there are
+                self._effects.append(SendReject(link, manifest_id, 0, "unknown"))
+            return self._take()
         if transfer.view(link).wants:  # it forgot the payload, and all that we told it
             transfer.forget(link, now)
             transfer.view(link).offered = True
@@ -204,17 +200,19 @@ class Swarm:
         transfer = self._transfers.get(manifest_id)
         if transfer is None:
             return []
-        if any(after <= before for before, after in itertools.pairwise(indices)):
-            raise RemoteProtocolError(Violation.MALFORMED, "announcement is not ascending")
-        if indices:
-            transfer.check_index(indices[-1])
+        transfer.check_announced(indices)
         view, outbox = transfer.view(link), self._uploads.to(link)
         for index in indices:
             view.add(index)
             outbox.cancel((manifest_id, index))
             if transfer.dealer:
                 transfer.dealer.announced(link, index, now)
-        grace_s = self._settings.grace_s(mesh=self._mesh) if transfer.push else 0.0
+        settings = self._settings
+        if self._from_source(link) and self._mesh and transfer.lacks_index and 0 in indices:
+            transfer.late = True  # or it would send us chunk 0 itself
+            self._picker.hurry(manifest_id, now + settings.overlay_grace_s)
+        mesh = self._mesh and not transfer.late
+        grace_s = settings.grace_s(mesh=mesh) if transfer.push else 0.0
         self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
         self._plan(now, [link])
         self._pump(now)
@@ -235,7 +233,7 @@ class Swarm:
         transfer.check_index(index)
         outbox, key = self._uploads.to(link), (manifest_id, index)
         if not outbox.holds(key) and not outbox.sent_since(key, now - CROSSING_S):
-            refusal = self._refusal(transfer, link, index, now)
+            refusal = transfer.refusal(link, index, now)
             if refusal is None and self._uploads.queue(link, key, live=transfer.push):
                 self._pump(now)
             else:
@@ -300,7 +298,7 @@ class Swarm:
         new = [index for index in indices if transfer.held.add(index)]
         for index in new:
             self._cancel(self._picker.stored(manifest_id, index, now))
-            self._push_on(transfer, index, transfer.origins.pop(index, None))
+            self._push_on(transfer, index, transfer.origins.pop(index, None), now)
         if new:
             transfer.fresh += new
             self._flush_s = min(self._flush_s, now + self._settings.have_batch_s)
@@ -394,10 +392,21 @@ class Swarm:
             transfer.dealer.relay_joined(link)
             for index in view.held:
                 transfer.dealer.announced(link, index, now)
+        grace_s = self._settings.pull_grace_max_s
+        pushed = transfer.dealing or now < transfer.dealt_s + grace_s
+        first = pushed and 0 not in view.known and len(transfer.followers) <= MESH_NODES_MAX
+        if first and self._uploads.queue(link, (transfer.manifest_id, 0), live=True):
+            view.aware.add(0)  # announced to those only to whom nothing is pushed any more
         if not transfer.dealing:
             self._announce(transfer, link, transfer.held)
-        elif 0 not in view.known and len(transfer.followers) <= MESH_NODES_MAX:
-            self._uploads.queue(link, (transfer.manifest_id, 0), live=True)
+        if self._mesh and not self._from_source(link):
+            for index in transfer.ours_since(now - grace_s):  # it came a moment too late for them
+                self._push(transfer, index, link)
+
+    def _push(self, transfer: Transfer, index: int, link: PeerId) -> None:
+        key, outbox = (transfer.manifest_id, index), self._uploads.to(link)
+        fresh = index not in transfer.view(link).known and not outbox.holds(key)
+        self._pushed += fresh and self._uploads.queue(link, key, live=True)
 
     def _announce(self, transfer: Transfer, link: PeerId, indices: Iterable[int]) -> None:
         for part in transfer.news(link, indices, to_source=self._from_source(link)):
@@ -411,15 +420,6 @@ class Swarm:
                 for link in transfer.followers:
                     self._announce(transfer, link, fresh)
 
-    def _refusal(
-        self, transfer: Transfer, link: PeerId, index: int, now: float
-    ) -> Literal["not_held", "busy"] | None:
-        if index not in transfer.held:
-            return "not_held"
-        if transfer.dealer and not transfer.dealer.may_serve(link, index, now):
-            return "busy"
-        return None
-
     def _lose(self, transfer: Transfer, index: int, now: float) -> None:
         """Want a chunk again that had come; its sender, if it is still linked, does hold it."""
         origin = transfer.origins.pop(index, None)
@@ -427,7 +427,7 @@ class Swarm:
         if origin is not None and origin.link in self._links:
             self._picker.offered(origin.link, transfer.manifest_id, [index], now, grace_s=0.0)
 
-    def _push_on(self, transfer: Transfer, index: int, origin: Origin | None) -> None:
+    def _push_on(self, transfer: Transfer, index: int, origin: Origin | None, now: float) -> None:
         """Queue a chunk that came unasked for the neighbours who should get it from us."""
         if origin is None or not origin.dealt or not transfer.push:
             return
@@ -436,18 +436,15 @@ class Swarm:
         if transfer.held_beside(index, origin.link):
             return  # another relay has it already, perhaps from an earlier deal
         targets = [link for link in transfer.lacking(index) if not self._from_source(link)]
+        transfer.note_ours(index, now)
         if not self._mesh:
             targets.sort(key=lambda link: (len(self._uploads.to(link)), self._rng.random()))
             targets = targets[: self._settings.push_fanout]
-        key = (transfer.manifest_id, index)
         for link in targets:
-            outbox = self._uploads.to(link)
-            if not outbox.holds(key) and self._uploads.queue(link, key, live=True):
-                self._pushed += 1
+            self._push(transfer, index, link)
 
     def _from_source(self, link: PeerId) -> bool:
-        state = self._links.get(link)
-        return state is not None and state.is_source
+        return link in self._links and self._links[link].is_source
 
     def _plan(self, now: float, links: Iterable[PeerId] | None = None) -> None:
         for pick in self._picker.plan(now, links):
@@ -491,7 +488,7 @@ class Swarm:
             self._uploads.to(link).write(key)
             self._send(link, key, now)
         if transfer.dealing and dealer.finished:
-            transfer.dealing = False
+            transfer.dealing, transfer.dealt_s = False, now
             for link in known:
                 self._announce(transfer, link, transfer.held)
 

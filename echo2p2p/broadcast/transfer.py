@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import Dealer
@@ -80,12 +82,25 @@ class Transfer:
     """Only at the source."""
     dealing: bool
     """The source has not announced what it holds yet."""
+    dealt_s: float = -math.inf
+    """When we, the source, had dealt all of it."""
+    late: bool = False
+    """Not the source, and all was dealt before we came to follow it: nobody pushes it to us."""
+    ours: list[int] = field(default_factory=list)
+    """Chunks that were dealt to us: in a mesh nobody else pushes them to those who come now."""
+    ours_s: float = -math.inf
+    """When the last of them came."""
     views: dict[PeerId, View] = field(default_factory=dict)
     followers: dict[PeerId, ChunkSet] = field(default_factory=dict)
     """`View.known` of those that said WANT."""
     fresh: list[int] = field(default_factory=list)
     """Stored since the last announcement."""
     origins: dict[int, Origin] = field(default_factory=dict)
+
+    @property
+    def lacks_index(self) -> bool:
+        """Whether chunk 0 has not come."""
+        return 0 not in self.held and 0 not in self.origins
 
     def view(self, link: PeerId) -> View:
         """Return the view of a link, empty at first."""
@@ -117,6 +132,14 @@ class Transfer:
         for start in range(0, len(new), HAVE_INDICES_MAX):
             yield tuple(new[start : start + HAVE_INDICES_MAX])
 
+    def refusal(self, link: PeerId, index: int, now: float) -> Literal["not_held", "busy"] | None:
+        """Return why a request of a follower is refused, if it is."""
+        if index not in self.held:
+            return "not_held"
+        if self.dealer and not self.dealer.may_serve(link, index, now):
+            return "busy"
+        return None
+
     def held_beside(self, index: int, link: PeerId) -> bool:
         """Return whether anybody but ``link`` has announced the chunk to us."""
         return any(index in view.held for other, view in self.views.items() if other != link)
@@ -128,6 +151,28 @@ class Transfer:
     def fetching(self) -> list[PeerId]:
         """Return the followers that neither announced nor were sent all of it."""
         return [link for link, known in self.followers.items() if not known.complete]
+
+    def note_ours(self, index: int, now: float) -> None:
+        """A chunk was dealt to us, and we push it on."""
+        self.ours.append(index)
+        self.ours_s = now
+
+    def ours_since(self, since_s: float) -> list[int]:
+        """Return what we were dealt, if the last of it came after ``since_s``; else forget it."""
+        if self.ours_s <= since_s:
+            self.ours = []
+        return self.ours
+
+    def check_announced(self, indices: Sequence[int]) -> None:
+        """Check an announcement from the wire.
+
+        Raises:
+            RemoteProtocolError: Not ascending, or there is no such chunk.
+        """
+        if any(after <= before for before, after in itertools.pairwise(indices)):
+            raise RemoteProtocolError(Violation.MALFORMED, "announcement is not ascending")
+        if indices:
+            self.check_index(indices[-1])
 
     def check_index(self, index: int) -> None:
         """Check a chunk's number from the wire, not negative.

@@ -55,7 +55,8 @@ class Payload:
         assembly: As far as it has come.
         memory: Where the assembly lies, if not in memory of its own; closed with this.
         ended: Complete, or forgotten.
-        grown: Unparked with each verified chunk, and at the end.
+        grown: Unparked with each verified chunk, with `refuse`, and at the end.
+        refused: The source has said, at least once, that it has no such payload.
     """
 
     signed: Signed
@@ -64,10 +65,16 @@ class Payload:
     memory: SharedState | None = None
     ended: trio.Event = field(default_factory=trio.Event)
     grown: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    refused: bool = False
 
     def end(self) -> None:
         """Wake whoever waits: there is no more to come."""
         self.ended.set()
+        self.grown.unpark_all()
+
+    def refuse(self) -> None:
+        """Take note that the source has no such payload, and wake whoever waits for it."""
+        self.refused = True
         self.grown.unpark_all()
 
     def rest(self) -> None:

@@ -240,13 +240,14 @@ class RelayNode:
         return manifest_id
 
     async def wait_grown(self, manifest_id: ManifestId) -> None:
-        """Wait until another chunk of a payload is verified, or it is complete or forgotten.
-
-        Waits without limit.
-        """
+        """Wait without limit until a chunk is verified, the source refuses it all, or it ends."""
         payload = self._payloads.get(manifest_id)
         if payload is not None and not payload.ended.is_set():
             await payload.grown.park()
+
+    def refused(self, manifest_id: ManifestId) -> bool:
+        """Return whether the source has said that it has no such payload."""
+        return manifest_id in self._payloads and self._payloads[manifest_id].refused
 
     def rest(self, manifest_id: ManifestId) -> None:
         """Keep a payload for others only, where it takes no memory. No error if it is unknown."""
@@ -415,6 +416,8 @@ class RelayNode:
                 self._perform(swarm.receive_request(peer_id, ManifestId(key), index, now))
             case Reject(manifest_id=key, index=index, reason=reason):
                 self._perform(swarm.receive_reject(peer_id, ManifestId(key), index, reason, now))
+                if peer_id == SOURCE and reason == "unknown" and key in self._payloads:
+                    self._payloads[ManifestId(key)].refuse()
             case Cancel(manifest_id=key, index=index):
                 swarm.receive_cancel(peer_id, ManifestId(key), index)
             case _:

@@ -205,6 +205,17 @@ def test_a_reject_sends_the_request_to_another_at_once(reason):
     assert again == ([Pick(A, ID, 1)] if reason == "busy" else [])
 
 
+def test_who_does_not_know_the_payload_is_asked_for_nothing_of_it_any_more():
+    ours = picker(A, B)
+    offer(ours, A, range(1, 5))
+    assert {pick.index for pick in ours.plan(0.0)} == {1, 2, 3, 4}
+    ours.rejected(A, ID, 0, "unknown", 0.1)
+    offer(ours, B, range(1, 5))
+    assert {(pick.link, pick.index) for pick in ours.plan(0.1)} == {(B, i) for i in range(1, 5)}
+    late = ours.on_time(100.0).cancels
+    assert {pick.link for pick in late} == {B}, "the other has missed nothing"
+
+
 def test_unasked_rejects_change_nothing_that_matters():
     ours = picker(A)
     ours.rejected(A, ID, 7, "not_held", 0.0)

@@ -395,6 +395,24 @@ def test_a_want_that_comes_early_is_honoured_later():
     assert effects == [SendOffer("a", ID), SendHave("a", ID, (0, 1, 2))]
 
 
+def test_the_source_says_at_once_that_it_has_no_such_payload():
+    swarm = quiet(is_source=True)
+    swarm.link_opened("a", is_source=False, rtt_s=0.02, now=0.0)
+    assert swarm.receive_want("a", ID, 0.0) == [SendReject("a", ID, 0, "unknown")]
+    effects = swarm.add_transfer(ID, count=3, chunk_bytes=CHUNK, held=range(3), push=False, now=1.0)
+    assert SendHave("a", ID, (0, 1, 2)) in effects, "the want is honoured later"
+
+
+def test_who_is_fetching_a_payload_is_told_that_it_is_forgotten():
+    swarm = opened("a", "b", "c", held=[0, 1, 2])
+    for link in "ab":
+        swarm.receive_want(link, ID, 0.0)
+    swarm.receive_have("a", ID, range(10), 0.5)
+    swarm.receive_request("b", ID, 2, 1.0)
+    assert swarm.drop_transfer(ID, 1.0) == [SendReject("b", ID, 0, "unknown")]
+    assert swarm.drop_transfer(ID, 1.0) == []
+
+
 def test_a_peer_that_forgot_a_payload_and_wants_it_again_is_told_again():
     swarm = opened("a", held=[0, 1, 2])
     first = swarm.receive_want("a", ID, 0.0)
@@ -447,6 +465,19 @@ def test_a_chunk_from_the_source_is_pushed_on_and_one_from_a_peer_is_not():
         swarm.chunk_arrived(sender, ID, 5, CHUNK, 1.0)
         effects = swarm.chunks_stored(ID, [5], 1.0)
         assert {e.link for e in effects if isinstance(e, SendChunk)} == pushed
+
+
+def test_who_comes_a_moment_after_a_chunk_was_dealt_to_us_is_pushed_it_too():
+    swarm = opened(SOURCE, "a", "b", "c")
+    swarm.receive_want("a", ID, 0.0)
+    swarm.chunk_arrived(SOURCE, ID, 0, CHUNK, 0.9)
+    swarm.chunks_stored(ID, [0], 0.9)
+    swarm.chunk_arrived(SOURCE, ID, 3, CHUNK, 1.0)
+    assert SendChunk("a", ID, 3) in swarm.chunks_stored(ID, [3], 1.0)
+    effects = swarm.receive_want("b", ID, 1.1)
+    assert effects == [SendHave("b", ID, (0, 3)), SendChunk("b", ID, 3)]
+    late = 1.0 + SwarmSettings().pull_grace_max_s
+    assert swarm.receive_want("c", ID, late) == [SendHave("c", ID, (0, 3))], "it pulls"
 
 
 def test_outside_a_mesh_a_chunk_is_pushed_to_two_only():

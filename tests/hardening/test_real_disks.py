@@ -252,8 +252,8 @@ def test_payloads_cut_under_a_running_coordinator_end_it_in_one_line_and_the_nex
     peer.ended()
     for blob in (run.folder / "payloads").iterdir():
         os.truncate(blob, 0)
-    quick = ("--stall_timeout_s", "1")  # to give up what is nowhere any more
-    late = start_peer(processes, run.url, run.token, *quick, name="late")
+    patient = ("--stall_timeout_s", "1000")  # though what it was told of is nowhere any more
+    late = start_peer(processes, run.url, run.token, *patient, name="late")
     one_line(run, 1, "payload", "it was cut short: start again")
     assert (run.folder / "reward.png").stat().st_size > 1000, "how it went is drawn all the same"
     again = goes_on(processes, run.port)

@@ -24,6 +24,7 @@ from echo2p2p.weights.assembly import Assembly
 
 RATE = 1_000_000.0
 LATENCY_S = 0.02
+PUSHED_S = 5.0
 
 
 @contextlib.asynccontextmanager
@@ -338,6 +339,38 @@ async def test_a_late_joiner_gets_anchor_and_deltas_from_peers(autojump_clock):
         assert late.node.holds() == [payload.manifest_id for payload, _ in chain]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+async def test_who_follows_a_delta_late_waits_for_no_push(autojump_clock, count):
+    async with relay_net(*names(count), "late") as (_, relays):
+        late = await relays.start("late", wants=lambda header: False)
+        await start_all(relays, *names(count))
+        payload = relays.keys.payload(1, 8000)
+        await relays.broadcast(payload, names=names(count))
+        await trio.sleep(PUSHED_S)
+        before, start = relays.source.node.statistics().relayed_bytes, trio.current_time()
+        late.node.follow(payload.signed, push=True)
+        await wait_whole(late.node, payload.manifest_id)
+        # announced, the grace of an overlay and up to a tick, chunk 0, chunk 1
+        trips_s, grace_s = 3 * 4 * LATENCY_S, 0.05 + 0.0625
+        assert trio.current_time() - start < trips_s + grace_s + 0.05
+        assert relays.source.node.statistics().relayed_bytes == before, "peers have it too"
+
+
+@pytest.mark.parametrize("count", [3, 8])
+async def test_a_delta_of_one_chunk_is_pushed_to_all_and_nobody_asks_for_it(autojump_clock, count):
+    async with relay_net(*names(count)) as (_, relays):
+        await start_all(relays, *names(count))
+        for version in range(1, 4):
+            payload = relays.keys.payload(version, 8000)
+            await relays.broadcast(payload)
+        await trio.sleep(5)
+        sent = relays.source.node.statistics().relayed_bytes
+        assert sent == 3 * (8000 + count * payload.assembly.header.index_bytes)
+        assert duplicates(relays) == 0
+        asked = [peer.node._swarm.statistics().chunks_requested for peer in relays.peers]
+        assert asked == [0] * count
+
+
 async def test_peers_that_cannot_be_dialled_are_served_and_relay(autojump_clock):
     def listen(name):
         return None if name in ("nat0", "nat1") else Endpoint(name, 0)
@@ -384,6 +417,25 @@ async def test_a_forgotten_payload_is_gone_and_can_be_followed_again(autojump_cl
         assert node.follow(payload.signed, push=True) == payload.manifest_id
         with trio.fail_after(10):
             await wait_whole(node, payload.manifest_id)
+
+
+async def test_only_the_source_can_say_that_a_payload_is_gone(autojump_clock):
+    async with relay_net("p0", "p1") as (_, relays):
+        await start_all(relays, "p0", "p1")
+        source, (one, other) = relays.source.node, (member.node for member in relays.peers)
+        payload = relays.keys.payload(1, 3_000_000, anchor=True)
+        source.publish(payload.signed, payload.assembly, push=False)
+        for node in (one, other):
+            node.follow(payload.signed, push=False)
+        await trio.sleep(2)
+        other.forget(payload.manifest_id)
+        await trio.sleep(1)
+        assert not one.refused(payload.manifest_id)
+        source.forget(payload.manifest_id)
+        await trio.sleep(1)
+        assert one.refused(payload.manifest_id)
+        assert not one.assembly(payload.manifest_id).complete
+        assert not one.refused(relays.keys.payload(2, 1000).manifest_id), "it is not followed"
 
 
 async def test_waiting_for_a_payload_that_is_forgotten_meanwhile_raises(autojump_clock):

@@ -6,22 +6,23 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from echo2p2p.errors import ConfigError, HttpError, StoreError
+from echo2p2p.errors import ConfigError, HttpError, RefusedError, StoreError
 from echo2p2p.ids import ManifestId, PeerId, RunId, Step, Version
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
-from echo2p2p.testing.relays import RUN_ID, RunKeys
+from echo2p2p.testing.relays import RUN_ID, RelayNet, RunKeys
 from echo2p2p.testing.states import trained_step
 from echo2p2p.testing.system import InlineOffload, SimEntropy, SimSharedMemory
 from echo2p2p.weights.anchor import encode_anchor
+from echo2p2p.weights.assembly import Assembly
 from echo2p2p.weights.chunks import split
 from echo2p2p.weights.delta import encode_delta
 from echo2p2p.weights.layout import plan_layout
 from echo2p2p.weights.manifest import build_header, manifest_id
 from echo2p2p.weights.state import state_digest
-from echo2p2p.wire.messages import Signed
-from echo2p2p.wire.signing import sign_record
+from echo2p2p.wire.messages import ManifestHeader, Signed
+from echo2p2p.wire.signing import open_record, sign_record
 from peer.engine.base import EngineSetup
 from peer.keeper import EngineKeeper
 from peer.local import ReadModel
@@ -54,6 +55,10 @@ class Run:
         """Versions whose delta leads elsewhere than its manifest says."""
         self.latest = versions - 1
         self.asked: list[int | None] = []
+        self.asked_s: list[float] = []
+        """When."""
+        self.chunks_gone = False
+        """Whether no chunk is to be had."""
         self.fetched_bytes = 0
         self.fails = 0
         self.news = trio.lowlevel.ParkingLot()
@@ -91,6 +96,7 @@ class Run:
 
     async def manifests(self, have: int | None, wait_s: float) -> list[Signed]:
         self.asked.append(have)
+        self.asked_s.append(trio.current_time())
         if self.fails:
             self.fails -= 1
             raise HttpError("it is away")
@@ -101,17 +107,36 @@ class Run:
             return [self.signed(self.latest, None)] if self.latest >= 0 else []
         return [self.signed(v, v - 1) for v in range(have + 1, self.latest + 1)]
 
+    def whole(self, signed: Signed) -> Assembly:
+        """Return the payload of a manifest of ours."""
+        chunked = self._payloads[manifest_id(signed)]
+        return Assembly.whole(header_of(signed), chunked.payload, chunked.index)
+
     async def chunk(self, identity: bytes, index: int) -> bytes:
+        if self.chunks_gone:
+            raise RefusedError("no_such_chunk", "it is not here")
         data = bytes(self._payloads[identity].chunk(index))
         self.fetched_bytes += len(data)
         return data
 
 
+def header_of(signed: Signed) -> ManifestHeader:
+    return open_record(signed, KEYS.run_public_key, ManifestHeader)
+
+
 class Subject:
     """A follower of a run, with or without an engine."""
 
-    def __init__(self, run: Run, *, engines: bool = False, local: ReadModel | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        engines: bool = False,
+        local: ReadModel | None = None,
+        stall_timeout_s: float = 1.0,
+    ) -> None:
         network, entropy = SimNetwork(), SimEntropy(1)
+        self.network = network
         network.add_node("p", up_bytes_per_s=1e6)
         peer_id, key = KEYS.identity("p")
         self.journal = TraceJournal()
@@ -150,7 +175,7 @@ class Subject:
             run_public_key=KEYS.run_public_key,
             offload=InlineOffload(),
             journal=self.journal,
-            stall_timeout_s=1.0,
+            stall_timeout_s=stall_timeout_s,
             local=local,
         )
 
@@ -359,6 +384,129 @@ async def test_a_folder_that_cannot_be_read_costs_a_line_too(autojump_clock) -> 
         await subject.reached(0)
         (unused,) = subject.events("local_weights.rejected")
         assert "m has no tensor w: they are downloaded" in unused["detail"]
+
+
+# --- what the source has no more ----------------------------------------------------------------
+
+
+STALL_S = 20.0
+
+
+class Linked(Subject):
+    """A follower whose relay has a link to a source's, which serves what it is given."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, stall_timeout_s=STALL_S)
+        self.network.add_node("source", up_bytes_per_s=1e6, latency_s=0.02)
+        self.run = run
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.network.run)
+            relays = RelayNet(nursery, self.network.streams)
+            self.source = (await relays.start("source")).node
+            nursery.start_soon(self.relay.run)
+            self.relay.set_neighbours([], relays.source.address, mesh=True)
+            await trio.sleep(1.0)
+            assert self.relay.statistics().links
+            self.began_s = trio.current_time()
+            async with super().running():
+                yield
+            nursery.cancel_scope.cancel()
+
+    def serve(self, version: int, base: int | None) -> bytes:
+        signed = self.run.signed(version, base)
+        return self.source.publish(signed, self.run.whole(signed), push=base is not None)
+
+    def asked_s(self) -> list[float]:
+        """When it asked for a path, since it began."""
+        return [round(at - self.began_s, 2) for at in self.run.asked_s]
+
+
+async def test_a_joiner_whose_anchor_is_gone_takes_another_after_a_second(autojump_clock) -> None:
+    run = Run(versions=1)
+    subject = Linked(run)
+    async with subject.running():
+        await trio.sleep(0.1)
+        run.latest = 3
+        subject.serve(3, None)
+        await subject.reached(3)
+        assert trio.current_time() - subject.began_s < 1.3
+        assert run.asked == [None, None, None, 3]
+        assert subject.asked_s()[:3] == [0, 1, 1]
+        assert run.fetched_bytes == 0, "nothing over HTTP"
+
+
+async def test_a_joiner_whose_anchor_is_forgotten_on_the_way_is_told_and_asks_at_once(
+    autojump_clock,
+) -> None:
+    run = Run(versions=1)
+    subject = Linked(run)
+    async with subject.running():
+        subject.source.relaying = False  # busy, whoever asks
+        old = subject.serve(0, None)
+        await trio.sleep(4.5)
+        assert (run.asked, subject.relay.refused(old)) == ([None], False)
+        run.latest = 3
+        subject.serve(3, None)
+        subject.source.relaying = True
+        subject.source.forget(old)
+        await subject.reached(3)
+        assert subject.asked_s()[:3] == [0, 4.52, 4.52], "it takes the news 20 ms"
+        assert run.asked[:3] == [None, None, None]
+        assert subject.relay.assembly(old) is None
+        assert run.fetched_bytes == 0
+
+
+async def test_who_is_told_the_same_path_again_asks_ever_more_rarely_and_then_fetches_over_http(
+    autojump_clock,
+) -> None:
+    run = Run(versions=1)
+    subject = Linked(run)
+    async with subject.running():
+        await subject.reached(0)
+        assert trio.current_time() - subject.began_s == pytest.approx(STALL_S, abs=0.05)
+        await trio.sleep(0.1)
+        assert run.asked == [None] * 6 + [0]
+        assert subject.asked_s() == [0, 1, 2, 4, 8, 16, STALL_S]
+
+
+async def test_who_is_told_of_what_is_nowhere_does_not_turn_in_circles(autojump_clock) -> None:
+    run = Run(versions=1)
+    run.chunks_gone = True
+    subject = Linked(run)
+    async with subject.running():
+        await trio.sleep(10 * STALL_S)
+        assert len(run.asked) == pytest.approx(60, abs=2), "six each time"
+        run.chunks_gone = False
+        subject.serve(0, None)
+        await subject.reached(0)
+
+
+async def test_a_source_that_has_it_a_moment_later_is_asked_for_nothing(autojump_clock) -> None:
+    run = Run(versions=1)
+    subject = Linked(run)
+    async with subject.running():
+        await trio.sleep(0.7)
+        subject.serve(0, None)
+        await subject.reached(0)
+        assert trio.current_time() - subject.began_s < 1.0
+        assert run.asked == [None, 0]
+
+
+async def test_a_coordinator_that_cannot_be_asked_does_not_end_the_waiting(autojump_clock) -> None:
+    run = Run(versions=1)
+    subject = Linked(run)
+    async with subject.running():
+        await trio.sleep(0.5)
+        run.fails = 2
+        await trio.sleep(2.0)
+        assert run.fails == 0
+        subject.serve(0, None)
+        await subject.reached(0)
+        assert subject.asked_s()[:3] == [0, 1, 2]
+        assert run.asked[3:] == [0]
 
 
 # --- memory -----------------------------------------------------------------------------------
