@@ -99,6 +99,8 @@ class SimLinks:
         self._cuts: set[tuple[str, str]] = set()
         self._frozen: set[str] = set()
         self._held: list[tuple[str, str, Callable[[], None]]] = []
+        self._at_s = -math.inf
+        """When the event that runs now was due."""
 
     # --- what a scenario does -----------------------------------------------------------------
 
@@ -159,7 +161,9 @@ class SimLinks:
         while True:
             now = trio.current_time()
             while self._events and self._events[0][0] <= now:
-                heapq.heappop(self._events)[2]()
+                self._at_s, _, action = heapq.heappop(self._events)
+                action()
+            self._at_s = -math.inf
             until_s = self._events[0][0] if self._events else math.inf
             with trio.CancelScope(deadline=until_s) as self._pause:
                 await trio.sleep_forever()
@@ -172,7 +176,7 @@ class SimLinks:
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run ``action`` in ``delay_s`` seconds."""
-        when = trio.current_time() + delay_s
+        when = self._now() + delay_s
         if when < self._pause.deadline:
             self._pause.deadline = when
         heapq.heappush(self._events, (when, next(self._order), action))
@@ -183,7 +187,7 @@ class SimLinks:
         Returns:
             Seconds until they have left; 0 if that is within `AT_ONCE_S`.
         """
-        now, sender, receiver = trio.current_time(), lane.sender, lane.receiver
+        now, sender, receiver = self._now(), lane.sender, lane.receiver
         again_bytes, late_s = self._losses(lane, size)
         sender.sent_bytes += size + again_bytes
         sender.up_free_s = max(now, sender.up_free_s) + (size + again_bytes) / sender.up_bytes_per_s
@@ -196,10 +200,8 @@ class SimLinks:
             if self._is_held(sender.name, receiver.name):
                 self._held.append((sender.name, receiver.name, arrive))
                 return
-            now = trio.current_time()
-            is_idle = (
-                receiver.down_free_s < now
-            )  # nothing that came before is still to be delivered
+            now = self._now()
+            is_idle = receiver.down_free_s < now  # nothing before it is still to be delivered
             receiver.down_free_s = max(now, receiver.down_free_s) + size / receiver.down_bytes_per_s
             receiver.received_bytes += size
             if is_idle and receiver.down_free_s - now < AT_ONCE_S:
@@ -226,6 +228,14 @@ class SimLinks:
         await arrived.wait()
 
     # --- inside -------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Return the time; while events are worked through, when the present one was due.
+
+        Where the clock has ticks they are worked through late, several at once, and what was due
+        first must not see what has happened since.
+        """
+        return trio.current_time() if self._at_s == -math.inf else self._at_s
 
     def _is_held(self, sender: str, receiver: str) -> bool:
         frozen = sender in self._frozen or receiver in self._frozen

@@ -22,14 +22,14 @@ def links_of(seed: int = 1, **far: float) -> SimLinks:
     return links
 
 
-def play(links: SimLinks, main) -> None:
+def play(links: SimLinks, main, *, tick_s: float = 0.0) -> None:
     async def whole() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(links.run)
             await main()
             nursery.cancel_scope.cancel()
 
-    run_virtual(whole, seed=1)
+    run_virtual(whole, seed=1, tick_s=tick_s)
 
 
 async def seconds_for(links: SimLinks, size: int, sender: str = "a", receiver: str = "b") -> float:
@@ -95,6 +95,25 @@ def test_a_small_segment_does_not_overtake_a_large_one_that_is_almost_in():
 
     play(links, main)
     assert order == ["large", "small"]
+
+
+@pytest.mark.parametrize("tick_s", [0.0, 1 / 1024, 1 / 64])
+def test_a_lane_keeps_its_order_whatever_the_sizes_and_however_coarse_the_clock(tick_s):
+    links = links_of(down_bytes_per_s=RATE)
+    order = []
+    rng = random.Random(4)
+
+    async def main() -> None:
+        lane = links.lane("a", "b")
+        for number in range(500):
+            size = rng.choice([1, 100, SEGMENT_BYTES])
+            links.travel(lane, size, lambda number=number: order.append(number))
+            if rng.random() < 0.5:
+                await trio.sleep(rng.random() * 0.02)
+        await trio.sleep(60)
+
+    play(links, main, tick_s=tick_s)
+    assert order == list(range(500))
 
 
 def test_the_same_seed_loses_the_same_packets_and_another_loses_others():
