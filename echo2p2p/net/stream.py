@@ -10,7 +10,7 @@ from typing import Final, Self
 
 import trio
 
-from echo2p2p.errors import LinkError
+from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId
 from echo2p2p.limits import LINK_SEND_TIMEOUT_S
 from echo2p2p.net.shaping import SLICE_BYTES_MAX, Shaper
@@ -46,6 +46,8 @@ class FrameStream:
         self._read_bytes = READ_BYTES if shaper is None else shaper.read_bytes_max
         self._writing_bytes = 0
         self._patience: trio.CancelScope | None = None
+        self._is_torn = False
+        """A write has begun and is not through: nothing may follow what it has left."""
         self.heard_s = self.sent_s = trio.current_time()
         """When bytes last came in, and went out."""
 
@@ -87,9 +89,11 @@ class FrameStream:
             LinkError: The remote is gone, or did not take them in time.
         """
         data = b"".join(map(encode_frame, messages))
+        self._begin_write()
         if self._shaper is not None:
             self._shaper.charge_sent(len(data))
         await self._write(data)
+        self._is_torn = False
 
     async def send_chunk(self, manifest_id: ManifestId, index: int, data: memoryview) -> None:
         """Write one chunk with its frame, without copying most of it. Not cancel-safe, as `send`.
@@ -99,12 +103,14 @@ class FrameStream:
         """
         frame = Chunk(manifest_id=manifest_id, index=index, payload_bytes=len(data))
         head = encode_frame(frame)
+        self._begin_write()
         for start in range(0, len(data), self._slice_bytes):
             part = data[start : start + self._slice_bytes]
             if self._shaper is not None:
                 await self._shaper.before_sending(len(head) + len(part))
             await self._write(b"".join((head, part)) if head else part)
             head = b""
+        self._is_torn = False
 
     async def receive(self) -> Event | None:
         """Wait for the next event; ``None`` once the remote closed cleanly. Cancel-safe.
@@ -115,7 +121,7 @@ class FrameStream:
             RemoteProtocolError: The remote sent what is no frame.
             LinkError: The connection broke.
         """
-        while (event := self._decoder.next_event()) is None and not self._decoder.ended:
+        while (event := self._next_event()) is None and not self._decoder.ended:
             try:
                 data = await self._stream.receive_some(self._read_bytes)
             except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -125,6 +131,20 @@ class FrameStream:
             if self._shaper is not None:
                 await self._shaper.after_receiving(len(data))
         return event
+
+    def _next_event(self) -> Event | None:
+        try:
+            return self._decoder.next_event()
+        except RemoteProtocolError as error:
+            if error.violation is not Violation.TRUNCATED:
+                raise
+            # A process that is killed, or told to close, stops wherever it is: nobody's fault.
+            raise LinkError("the connection ended in the middle of a frame") from error
+
+    def _begin_write(self) -> None:
+        if self._is_torn:
+            raise LinkError("an earlier write was cut off in the middle of a frame")
+        self._is_torn = True
 
     async def _write(self, data: bytes | memoryview) -> None:
         try:

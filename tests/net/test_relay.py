@@ -244,6 +244,24 @@ async def test_a_relay_that_corrupts_chunks_is_cut_off_and_hurts_nobody(autojump
             assert SOURCE in links
 
 
+async def test_who_closes_or_dies_in_the_middle_of_a_chunk_has_broken_nothing(autojump_clock):
+    async with relay_net("p0", "p1") as (network, relays):
+        await start_all(relays, "p0", "p1")
+        payload = relays.keys.payload(1, 3_000_000)
+        relays.source.node.publish(payload.signed, payload.assembly, push=True)
+        await trio.sleep(0.5)
+        link = relays.source.node._connections.link(relays.peer_id("p0"))
+        assert link is not None
+        link.close("replanned")
+        await trio.sleep(0.5)
+        network.crash("p1")
+        await trio.sleep(1)
+        for member in relays.members.values():
+            assert member.journal.named("link.violated") == []
+        told = [e.fields["detail"] for e in relays.members["p0"].journal.named("link.closed")]
+        assert any("in the middle of a frame" in detail for detail in told)
+
+
 async def test_liars_beyond_a_number_are_counted_together(autojump_clock):
     async with relay_net("p0") as (_, relays):
         node = (await relays.start("p0")).node

@@ -6,7 +6,7 @@ from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId
 from echo2p2p.net.stream import SLICE_BYTES, FrameStream
 from echo2p2p.wire.frames import ChunkPayload, Frame
-from echo2p2p.wire.messages import Ping, Want
+from echo2p2p.wire.messages import Goodbye, Ping, Want
 
 ID = ManifestId(bytes(16))
 
@@ -84,15 +84,32 @@ async def test_a_broken_connection_is_a_link_error_either_way():
         await stream.receive()
 
 
-async def test_garbage_and_a_cut_off_frame_are_the_remotes_fault():
-    for data, violation in ((b"\xff" * 9, Violation.FRAME_TOO_LONG), (b"\0", Violation.TRUNCATED)):
-        left, right = memory_stream_pair()
-        async with FrameStream(left) as stream:
-            await right.send_all(data)
-            await right.aclose()
-            with pytest.raises(RemoteProtocolError) as caught:
-                await stream.receive()
-            assert caught.value.violation is violation
+async def test_garbage_is_the_remotes_fault():
+    left, right = memory_stream_pair()
+    async with FrameStream(left) as stream:
+        await right.send_all(b"\xff" * 9)
+        with pytest.raises(RemoteProtocolError) as caught:
+            await stream.receive()
+        assert caught.value.violation is Violation.FRAME_TOO_LONG
+
+
+async def test_a_frame_that_is_cut_off_is_nobodys_fault():
+    left, right = memory_stream_pair()
+    async with FrameStream(left) as stream:
+        await right.send_all(b"\0")
+        await right.aclose()
+        with pytest.raises(LinkError, match="in the middle of a frame"):
+            await stream.receive()
+
+
+async def test_nothing_follows_a_write_that_was_cut_off(autojump_clock):
+    left, right = lockstep_stream_pair()
+    stream = FrameStream(left)
+    with trio.move_on_after(1):
+        await stream.send_chunk(ManifestId(bytes(16)), 1, memoryview(bytes(1000)))
+    with pytest.raises(LinkError, match="cut off"):
+        await stream.send(Goodbye(reason="replanned"))
+    await trio.aclose_forcefully(right)
 
 
 async def test_a_cancelled_receive_loses_nothing(autojump_clock):
