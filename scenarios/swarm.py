@@ -40,7 +40,7 @@ def draw_tables(rng: random.Random) -> Drawn:
     while sum(group["count"] for group in groups) > PEERS_MAX:
         max(groups, key=lambda group: group["count"])["count"] -= 1
     staleness = rng.choice([0, 1, 2, 3, 4, 6])
-    return {
+    story: Drawn = {
         "about": "Drawn from the seed",
         "world": {
             "stop_s": heal_s + CONVERGE_S + AFTER_S,
@@ -66,6 +66,10 @@ def draw_tables(rng: random.Random) -> Drawn:
         "nemesis": [_draw_fault(rng, heal_s) for _ in range(rng.randint(2, FAULTS_MAX))],
         "checks": {"converge_s": CONVERGE_S},
     }
+    # Last, so that a seed's story is otherwise what it was before there were models of other sizes.
+    story["world"]["model_ballast"] = rng.choice([0, 0, 0, 300_000])
+    story["world"]["learner_changed_share"] = rng.choice([0.001, 0.02, 0.02, 0.2])
+    return story
 
 
 def _draw_group(rng: random.Random, number: int) -> Drawn:

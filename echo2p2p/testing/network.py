@@ -67,8 +67,10 @@ class SimNetwork(SimLinks):
         machine.alive = False
         machine.listeners.clear()
         for stream in sorted(machine.streams, key=lambda s: s.number):
+            # As a kernel does it: what was written still arrives, unless there was more to read.
+            ending = stream.other.break_now if stream.has_unread else stream.other.take_close
             stream.break_now()
-            self.travel(stream.lane, 0, stream.other.break_now)
+            self.travel(stream.lane, 0, ending)
         machine.streams.clear()
 
     def restart(self, name: str) -> None:
@@ -244,6 +246,11 @@ class SimStream(trio.abc.HalfCloseableStream):
             if not self._broken:
                 self._network.travel(self.lane, 0, self.other.take_close)
         await trio.lowlevel.checkpoint()
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has arrived that nobody has read."""
+        return bool(self._arrived)
 
     # --- called by the other end, after the way ------------------------------------------------
 

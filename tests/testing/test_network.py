@@ -113,13 +113,28 @@ async def test_a_cut_is_one_way_and_what_it_held_arrives_in_order_when_healed(au
 
 async def test_a_crash_breaks_both_ends_and_closes_the_ports(autojump_clock):
     async with two_nodes() as network, connected(network) as (ours, theirs):
+        await theirs.send_all(b"last words")
         network.crash("b")
+        await trio.sleep(1)
+        assert await ours.receive_some() == b"last words"
+        assert await ours.receive_some() == b""
         with pytest.raises(trio.BrokenResourceError):
-            await ours.receive_some()
+            await ours.send_all(b"x")
         with pytest.raises(trio.BrokenResourceError):
             await theirs.send_all(b"x")
         with pytest.raises(LinkError, match="b:1: refused"):
             await network.streams("a").dial(Endpoint("b", 1), timeout_s=1)
+
+
+async def test_a_crash_with_unread_bytes_breaks_the_other_end_at_once(autojump_clock):
+    async with two_nodes() as network, connected(network) as (ours, theirs):
+        await ours.send_all(b"never read")
+        await theirs.send_all(b"never to be read")
+        await trio.sleep(1)
+        network.crash("b")
+        await trio.sleep(1)
+        with pytest.raises(trio.BrokenResourceError):
+            await ours.receive_some()
 
 
 async def test_after_a_close_the_rest_is_read_and_sending_fails(autojump_clock):
