@@ -14,6 +14,7 @@ import sys
 import time  # noqa: TID251 - processes share no clock but the kernel's
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -21,6 +22,7 @@ import trio
 
 from echo2p2p.ids import PeerId
 from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.program import OK, run_program
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.testing.relays import Payload, RelayNet, wait_whole
@@ -264,13 +266,14 @@ async def obey(part: Part) -> None:
                     say(part.report(cpu_s() - before_s))
 
 
-async def main(text: str) -> None:
+async def main(text: str) -> int:
     """Play the role that ``text`` describes."""
     role = msgspec.json.decode(text, type=Role)
     async with trio.open_nursery() as nursery:
         await obey(PARTS[role.system](role, nursery))
         nursery.cancel_scope.cancel()
+    return OK
 
 
 if __name__ == "__main__":
-    trio.run(main, sys.argv[1])
+    sys.exit(run_program(partial(main, sys.argv[1])))
