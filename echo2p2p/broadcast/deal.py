@@ -51,6 +51,9 @@ EVEN_S: Final = 0.1
 WAIT_S: Final = 0.25
 """For a relay with less to do, whose link has no room yet. What takes longer is stuck."""
 
+TRY_AGAIN_S: Final = 1.0
+"""A relay that seems slow, and has nothing to do, gets a chunk so often all the same."""
+
 LOOK_AHEAD_CHUNKS: Final = 32
 """Of the chunks not yet dealt, how many are tried when the first suits none of the relays."""
 
@@ -233,8 +236,9 @@ class Dealer:
                 continue
             others = len(lacking) - 1
             copies = others if fanout is None else min(others, fanout)
-            relay = min(options, key=lambda relay: self._expected(relay, copies))
-            if self._is_worth_waiting(relay, copies, willing, now):
+            due = [relay for relay in options if self._is_to_try(relay, now)]
+            relay = min(due or options, key=lambda relay: self._expected(relay, copies))
+            if not due and self._is_worth_waiting(relay, copies, willing, now):
                 return None
             if not self._rates.relays(relay):
                 copies = 0
@@ -247,6 +251,17 @@ class Dealer:
             self._deals[index] = _Deal(relay, copies)
             return relay, index
         return None
+
+    def _is_to_try(self, relay: PeerId, now: float) -> bool:
+        """Return whether it should get a chunk, however slow it seems.
+
+        It may have recovered, and is measured only by what it is dealt. But not in the last
+        quarter, lest the others wait for its copies in the end.
+        """
+        state = self._relays[relay]
+        if state.owed or 4 * len(self._undealt) < self._count:
+            return False
+        return now >= state.latest_s + TRY_AGAIN_S
 
     def _is_worth_waiting(
         self, relay: PeerId, copies: int, others: Sequence[PeerId], now: float

@@ -83,6 +83,26 @@ def test_a_relay_with_less_to_do_is_waited_for_while_its_link_takes_a_deal():
     assert deals.deal(1.0 + WAIT_S, candidates=[a])[0] == a  # whoever is stuck is not waited for
 
 
+def test_a_relay_that_seemed_slow_is_tried_now_and_then_but_not_in_the_end():
+    deals = Deals()
+    slow, *others = RELAYS
+    for relay in RELAYS:
+        deals.rates.of(relay).penalise(2_000.0 if relay == slow else 2_000_000.0)
+    chosen = []
+    now = 0.0
+    while (choice := deals.deal(now)) is not None:
+        relay, index = choice
+        chosen.append((now, relay, index))
+        for peer in RELAYS:
+            deals.dealer.announced(peer, index, now)
+        now += 0.01
+    tried = [(when, index) for when, relay, index in chosen if relay == slow]
+    assert [when for when, _ in tried] == pytest.approx([0.02, 1.03, 2.04], abs=0.05)
+    assert len(chosen) == 400
+    assert all(index <= 301 for _, index in tried)
+    assert {relay for _, relay, _ in chosen[-90:]} == set(others)
+
+
 def test_no_relay_waits_for_one_that_is_as_good():
     deals = Deals()
     a, b, _ = RELAYS
