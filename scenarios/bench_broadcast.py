@@ -42,7 +42,8 @@ __all__ = ["add_arguments", "run", "table"]
 OURS: Final = ("one-to-many", "echo2p2p")
 OTHERS: Final = ("libtorrent",)
 PEERS_MAX: Final = 4096
-END_S: Final = 5.0
+PAYLOAD_MB_MAX: Final = 250
+"""What a generator of random bytes makes at a time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--links", choices=KINDS, default="homogeneous", help="the peers' lines")
     parser.add_argument("--rtt-ms", type=_amount, default=0.0, help="round trip; with --virtual")
-    parser.add_argument("--payload-mb", type=_amount, default=20.0, help="of 1,000,000 bytes")
+    parser.add_argument("--payload-mb", type=_megabytes, default=20.0, help="of 1,000,000 bytes")
     parser.add_argument("--runs", type=_count, default=1, help="the median counts (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of keys, payload and choices")
     parser.add_argument(
@@ -170,4 +171,11 @@ def _amount(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
     if not 0 <= value <= 10_000:
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 10,000")
+    return value
+
+
+def _megabytes(text: str) -> float:
+    value = _amount(text)
+    if not 0.1 <= value <= PAYLOAD_MB_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and {PAYLOAD_MB_MAX}")
     return value

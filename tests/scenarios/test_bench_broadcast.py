@@ -203,7 +203,15 @@ async def test_what_namespaces_cannot_do_is_refused(monkeypatch, words, detail):
 
 
 @pytest.mark.parametrize(
-    "words", [("--peers", "0"), ("--peers", "5000"), ("--payload-mb", "much"), ("--links", "good")]
+    "words",
+    [
+        ("--payload-mb", "0"),
+        ("--payload-mb", "300"),
+        ("--peers", "0"),
+        ("--peers", "5000"),
+        ("--payload-mb", "much"),
+        ("--links", "good"),
+    ],
 )
 def test_nonsense_is_refused(words):
     with pytest.raises(SystemExit):
