@@ -10,6 +10,7 @@ from typing import Any
 
 from echo2p2p.net.program import FAILED, OK, run_program
 from scenarios import (
+    bench_broadcast,
     bench_delta,
     bench_intake,
     bench_report,
@@ -20,14 +21,16 @@ from scenarios import (
 )
 from scenarios.demo import Demo
 
-BENCHES = {"delta": bench_delta, "intake": bench_intake}
+BENCHES = {"broadcast": bench_broadcast, "delta": bench_delta, "intake": bench_intake}
 """Benchmarks by name: modules with `add_arguments` and `run`, which returns what is printed."""
 TABLES: dict[str, Callable[[Any], str]] = {
+    "broadcast": bench_broadcast.table,
     "delta": bench_delta.table,
     "intake": bench_report.table,
 }
 """What makes text of it."""
 HELD: dict[str, Callable[[Any], bool]] = {
+    "broadcast": bool,  # a peer that does not have the payload, verified, is an error
     "delta": lambda rows: all(row["exact"] for row in rows),
     "intake": lambda result: bool(result["held"]),
 }

@@ -3,9 +3,11 @@
 Each chunk is dealt to one relay, which passes it on; so the source uploads the payload about once.
 Who gets the next chunk: the relay that would be through with it soonest, by what it still has to
 pass on and by its measured rate; relays that are equal in that take turns in proportion to their
-rates. A relay is measured by the announcements of others: whoever announces a chunk that was dealt
-to it got it, directly or not, through its uplink. So a slow or congested relay loses share at
-once, and a silent one keeps next to none.
+rates. It is waited for if its link is taking another chunk: otherwise whatever links have room
+would be dealt to, which shares the source's uplink evenly among unequal relays. A relay is measured
+by the announcements of others: whoever announces a chunk that was dealt to it got it, directly or
+not, through its uplink. So a slow or congested relay loses share at once, and a silent one keeps
+next to none.
 
 A chunk that no second peer announced in time, or whose relay left, is dealt to another. When all
 relays are behind, the source makes copies in their stead, so that a fast source helps slow relays
@@ -16,6 +18,7 @@ it needs all uplinks, and a relay with little to do measures slow.)
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +45,15 @@ DEALS_AT_WORK: Final = 2
 
 REDEAL_MIN_S: Final = 1.0
 POLL_S: Final = 0.25
+EVEN_S: Final = 0.1
+"""Relays whose work differs by less are as good as each other."""
+
+WAIT_S: Final = 0.25
+"""For a relay with less to do, whose link has no room yet. What takes longer is stuck."""
+
+TRY_AGAIN_S: Final = 1.0
+"""A relay that seems slow, and has nothing to do, gets a chunk so often all the same."""
+
 LOOK_AHEAD_CHUNKS: Final = 32
 """Of the chunks not yet dealt, how many are tried when the first suits none of the relays."""
 
@@ -113,6 +125,9 @@ class _Relay:
     dealt: int = 0
     """In all."""
     announced: ChunkSet = field(default_factory=lambda: ChunkSet(0))
+    latest: int = 0
+    """The chunk that it was dealt last, and when."""
+    latest_s: float = -math.inf
 
 
 class Dealer:
@@ -184,7 +199,11 @@ class Dealer:
         return not self._undealt and all(d.sent_s is not None for d in self._deals.values())
 
     def deal(
-        self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet], fanout: int | None
+        self,
+        candidates: Sequence[PeerId],
+        known: Mapping[PeerId, ChunkSet],
+        fanout: int | None,
+        now: float,
     ) -> tuple[PeerId, int] | None:
         """Choose the next chunk and its relay.
 
@@ -192,10 +211,12 @@ class Dealer:
             candidates: Relays whose links have room.
             known: What each follower holds or was sent.
             fanout: Copies that a relay makes unasked; ``None``: one for everybody.
+            now: Seconds.
 
         Returns:
             What to send now, recorded as dealt; ``None`` if there is nothing to deal, or nobody
-            to whom it should go yet.
+            to whom it should go yet: a relay that is about to have room would be through with it
+            much sooner.
         """
         ready = [relay for relay in candidates if not self._is_full(relay)]
         if not ready:
@@ -215,7 +236,10 @@ class Dealer:
                 continue
             others = len(lacking) - 1
             copies = others if fanout is None else min(others, fanout)
-            relay = min(options, key=lambda relay: self._expected(relay, copies))
+            due = [relay for relay in options if self._is_to_try(relay, now)]
+            relay = min(due or options, key=lambda relay: self._expected(relay, copies))
+            if not due and self._is_worth_waiting(relay, copies, willing, now):
+                return None
             if not self._rates.relays(relay):
                 copies = 0
             self._undealt.popleft()
@@ -223,9 +247,40 @@ class Dealer:
             state.owed += copies
             state.deals[index] = None
             state.dealt += 1
+            state.latest, state.latest_s = index, now
             self._deals[index] = _Deal(relay, copies)
             return relay, index
         return None
+
+    def _is_to_try(self, relay: PeerId, now: float) -> bool:
+        """Return whether it should get a chunk, however slow it seems.
+
+        It may have recovered, and is measured only by what it is dealt. But not in the last
+        quarter, lest the others wait for its copies in the end.
+        """
+        state = self._relays[relay]
+        if state.owed or 4 * len(self._undealt) < self._count:
+            return False
+        return now >= state.latest_s + TRY_AGAIN_S
+
+    def _is_worth_waiting(
+        self, relay: PeerId, copies: int, others: Sequence[PeerId], now: float
+    ) -> bool:
+        """Return whether another relay, whose link is taking a deal, would be quicker than this.
+
+        Or the source's uplink, divided among the links, would do the dealing: evenly.
+        """
+        limit_s = self._expected(relay, copies)[0] - EVEN_S
+        for other in others:
+            state = self._relays[other]
+            deal = self._deals.get(state.latest)
+            if deal is None or deal.relay != other or deal.sent_s is not None:
+                continue
+            until_s = state.latest_s + WAIT_S
+            if now < until_s and self._expected(other, copies)[0] < limit_s:
+                self._next_check_s = min(self._next_check_s, until_s)
+                return True
+        return False
 
     def help(
         self, candidates: Sequence[PeerId], known: Mapping[PeerId, ChunkSet]

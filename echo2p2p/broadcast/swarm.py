@@ -475,7 +475,7 @@ class Swarm:
         fanout = None if self._mesh else self._settings.push_fanout
         while self._uploads.may_start(now):
             free = [link for link, box in self._uploads.in_turn() if link in known and box.has_room]
-            choice = dealer.deal(free, known, fanout)
+            choice = dealer.deal(free, known, fanout, now)
             if choice is None:
                 choice = dealer.help(free, known)
                 if choice is None:

@@ -74,18 +74,26 @@ class Uploads:
         """Yield the links, those first that were sent nothing for longest."""
         yield from list(self._outboxes.items())
 
+    @property
+    def _slots(self) -> int:
+        """How many chunks may be under way at the same time."""
+        settings = self._settings
+        wanted = 3 * len(self._outboxes) // 4
+        return min(settings.uploads_max, max(settings.uploads_min, wanted))
+
     def may_start(self, now: float) -> bool:
         """Return whether another chunk may be begun."""
         self.unblock_s = math.inf
-        if len(self._begun) < self._settings.uploads_max:
+        slots = self._slots
+        if len(self._begun) < slots:
             return True
         slow_s = self._settings.upload_slow_s
         rate = self._rate.bytes_per_s
         if rate:
             longest = max(size for _, size in self._begun.values())
-            slow_s = max(slow_s, 1.5 * self._settings.uploads_max * longest / rate)
+            slow_s = max(slow_s, 1.5 * slots * longest / rate)
         fresh = [begun_s for begun_s, _ in self._begun.values() if now < begun_s + slow_s]
-        if len(fresh) < self._settings.uploads_max:
+        if len(fresh) < slots:
             return True
         self.unblock_s = min(fresh) + slow_s
         return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -296,7 +297,8 @@ class _Session:
         self.peer_id = link.peer.peer_id
         self.ended = trio.Event()
         self.sent_bytes = self.received_bytes = 0
-        self._writing_bytes = 0
+        self._writing_bytes: deque[int] = deque()
+        """Of each chunk that was read and has not left."""
 
     def frame(self, message: RelayFrame) -> None:
         if not self.ended.is_set():
@@ -309,11 +311,12 @@ class _Session:
 
     def read_chunk(self, manifest_id: ManifestId, index: int) -> memoryview | None:
         data = None if self.ended.is_set() else self._owner.read_chunk(manifest_id, index)
-        self._writing_bytes = len(data) if data is not None else 0
+        if data is not None:
+            self._writing_bytes.append(len(data))
         return data
 
     def chunk_sent(self, manifest_id: ManifestId, index: int, *, sent: bool) -> None:
         if not self.ended.is_set():
-            self.sent_bytes += self._writing_bytes
-            size = self._writing_bytes if sent else None
+            size = self._writing_bytes.popleft() if sent else None
+            self.sent_bytes += size or 0
             self._owner.sent_chunk(self.peer_id, manifest_id, index, size=size)

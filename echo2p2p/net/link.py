@@ -76,7 +76,7 @@ class LinkHandler(Protocol):
         ...
 
     def chunk_sent(self, manifest_id: ManifestId, index: int, *, sent: bool) -> None:
-        """A chunk given to `Link.send_chunk_nowait` was written, or skipped."""
+        """A chunk given to `Link.send_chunk_nowait` has left, in their order, or was skipped."""
         ...
 
 
@@ -164,7 +164,9 @@ class Link:
         self._control: deque[RelayFrame] = deque()
         self._control_bytes = 0
         self._chunks: deque[tuple[ManifestId, int]] = deque()
-        self._wake = trio.Event()
+        self._leaving: deque[tuple[ManifestId, int, int]] = deque()
+        """Taken by the kernel; with the stream's position behind each."""
+        self._wake, self._taken = trio.Event(), trio.Event()
         self._ended = trio.CancelScope()
         self._failure: RemoteProtocolError | LinkError | None = None
         self._goodbye: str | None = None
@@ -222,7 +224,7 @@ class Link:
         async with self._frames:
             with self._ended:
                 async with trio.open_nursery() as nursery:
-                    for task in (self._read, self._write, self._watch):
+                    for task in (self._read, self._write, self._see_off, self._watch):
                         nursery.start_soon(self._guarded, task, handler)
             if isinstance(self._failure, RemoteProtocolError):
                 await _say_goodbye(self._frames, self._failure.violation.value, self._settings)
@@ -275,10 +277,30 @@ class Link:
                 data = handler.read_chunk(manifest_id, index)
                 if data is not None:
                     await self._frames.send_chunk(manifest_id, index, data)
-                handler.chunk_sent(manifest_id, index, sent=data is not None)
+                if data is not None and self._frames.departing is not None:
+                    position = self._frames.departing.position
+                    self._leaving.append((manifest_id, index, position))
+                    self._taken.set()
+                else:
+                    handler.chunk_sent(manifest_id, index, sent=data is not None)
             else:
                 self._wake = trio.Event()
                 await self._wake.wait()
+
+    async def _see_off(self, handler: LinkHandler) -> None:
+        """Tell of each chunk when it has left; meanwhile the next one is written behind it."""
+        stream = self._frames.departing
+        if stream is None:
+            await trio.sleep_forever()
+            return
+        while True:
+            while self._leaving:
+                manifest_id, index, position = self._leaving[0]
+                await stream.wait_departed(position)
+                self._leaving.popleft()
+                handler.chunk_sent(manifest_id, index, sent=True)
+            self._taken = trio.Event()
+            await self._taken.wait()
 
     async def _watch(self, handler: LinkHandler) -> None:
         del handler

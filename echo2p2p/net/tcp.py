@@ -11,6 +11,7 @@ from typing import Final
 import trio
 
 from echo2p2p.errors import ConfigError, LinkError
+from echo2p2p.net.departure import DepartingStream
 from echo2p2p.net.ports import Accept, Endpoint
 
 _PATH: Final = "relay.listen"
@@ -44,7 +45,7 @@ class TcpStreams:
             with trio.fail_after(timeout_s):
                 stream = await trio.open_tcp_stream(endpoint.host, endpoint.port)
                 self._limit(stream.socket)
-                return stream
+                return DepartingStream(stream)
         except trio.TooSlowError as error:
             raise LinkError(f"connecting to {where}: no answer in {timeout_s:g} s") from error
         except (OSError, ValueError) as error:
@@ -65,7 +66,7 @@ class TcpStreams:
 
         async def serve(stream: trio.SocketStream) -> None:
             async with stream:
-                await accept(stream, _remote_host(stream))
+                await accept(DepartingStream(stream), _remote_host(stream))
 
         async with contextlib.AsyncExitStack() as stack:
             for listener in listeners:

@@ -5,6 +5,7 @@ from echo2p2p.broadcast.deal import (
     RATE_ASSUMED_BYTES_PER_S,
     REDEAL_MIN_S,
     UNMEASURED_DEALS_MAX,
+    WAIT_S,
     Dealer,
     RelayRates,
 )
@@ -29,7 +30,7 @@ class Deals:
 
     def deal(self, now, fanout=None, candidates=None):
         """Deal and send one chunk; return the relay and the chunk."""
-        choice = self.dealer.deal(candidates or list(self.known), self.known, fanout)
+        choice = self.dealer.deal(candidates or list(self.known), self.known, fanout, now)
         if choice is not None:
             relay, index = choice
             self.known[relay].add(index)
@@ -68,6 +69,45 @@ def test_each_chunk_but_the_index_is_dealt_once_and_evenly():
     assert sorted(index for _, index in chosen[:-1]) == list(range(1, 31))
     assert {len(chunks) for chunks in deals.dealt.values()} == {10}
     assert deals.dealer.finished
+
+
+def test_a_relay_with_less_to_do_is_waited_for_while_its_link_takes_a_deal():
+    deals = Deals()
+    a, b, c = RELAYS
+    for _ in range(8):
+        deals.deal(0.0, candidates=[a])
+    assert deals.dealer.deal([a, b], deals.known, None, 1.0)[0] == b  # its link is busy now
+    assert deals.deal(1.0, candidates=[a]) is None
+    assert deals.dealer.next_deadline() <= 1.0 + WAIT_S
+    assert deals.deal(1.0, candidates=[a, c])[0] == c  # what is as good is not kept waiting
+    assert deals.deal(1.0 + WAIT_S, candidates=[a])[0] == a  # whoever is stuck is not waited for
+
+
+def test_a_relay_that_seemed_slow_is_tried_now_and_then_but_not_in_the_end():
+    deals = Deals()
+    slow, *others = RELAYS
+    for relay in RELAYS:
+        deals.rates.of(relay).penalise(2_000.0 if relay == slow else 2_000_000.0)
+    chosen = []
+    now = 0.0
+    while (choice := deals.deal(now)) is not None:
+        relay, index = choice
+        chosen.append((now, relay, index))
+        for peer in RELAYS:
+            deals.dealer.announced(peer, index, now)
+        now += 0.01
+    tried = [(when, index) for when, relay, index in chosen if relay == slow]
+    assert [when for when, _ in tried] == pytest.approx([0.02, 1.03, 2.04], abs=0.05)
+    assert len(chosen) == 400
+    assert all(index <= 301 for _, index in tried)
+    assert {relay for _, relay, _ in chosen[-90:]} == set(others)
+
+
+def test_no_relay_waits_for_one_that_is_as_good():
+    deals = Deals()
+    a, b, _ = RELAYS
+    assert deals.dealer.deal([b], deals.known, None, 0.0)[0] == b
+    assert deals.deal(0.0, candidates=[a])[0] == a
 
 
 def test_shares_follow_measured_uplinks():
@@ -222,6 +262,6 @@ def test_a_request_for_a_dealt_chunk_is_refused_to_all_but_its_relay():
 
 def test_a_pushed_chunk_that_never_left_is_dealt_again():
     deals = Deals(count=2)
-    relay, index = deals.dealer.deal(RELAYS, deals.known, None)
+    relay, index = deals.dealer.deal(RELAYS, deals.known, None, 0.1)
     deals.dealer.not_sent(relay, index)
     assert deals.deal(0.1)[1] == index

@@ -359,7 +359,7 @@ def test_a_request_that_crossed_the_chunk_is_not_answered_twice():
 
 
 def test_the_queue_of_a_link_is_bounded_and_a_cancel_empties_it():
-    swarm = opened("a", held=range(100), count=100, queue_chunks_max=5)
+    swarm = opened("a", held=range(100), count=100, queue_chunks_max=5, send_window_chunks=1)
     answers = [swarm.receive_request("a", ID, index, 1.0) for index in range(10)]
     assert answers[0] == [SendChunk("a", ID, 0)]
     assert answers[1:6] == [[]] * 5

@@ -8,6 +8,7 @@ from trio.testing import memory_stream_pair
 
 from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import SOURCE, ManifestId
+from echo2p2p.net.departure import DepartingStream
 from echo2p2p.net.link import LinkSettings, open_link
 from echo2p2p.net.stream import FrameStream
 from echo2p2p.testing.relays import RUN_ID, RunKeys
@@ -118,6 +119,35 @@ async def test_two_members_open_a_link_and_exchange_frames_and_chunks(autojump_c
         left.close("done")
     assert ends[left] == "done"
     assert "done" in str(ends[right])
+
+
+class Held(DepartingStream):
+    """A stream of which nothing has left before it is let go."""
+
+    def __init__(self, inner):
+        self._inner, self.position, self.let_go = inner, 0, trio.Event()
+
+    async def wait_departed(self, position):
+        await self.let_go.wait()
+
+
+async def test_a_chunk_counts_as_sent_when_it_has_left_and_the_next_is_written_behind_it(
+    autojump_clock,
+):
+    one, two = memory_stream_pair()
+    held = Held(one)
+    left, right = await open_pair((held, two))
+    sender, receiver = Recorder(c1=b"first", c2=b"second"), Recorder()
+    async with running((left, sender), (right, receiver)):
+        for index in (1, 2, 3):
+            left.send_chunk_nowait(ID, index)
+        await trio.sleep(0.1)
+        assert receiver.seen == [(1, b"first"), (2, b"second")]
+        assert sender.sent == [(3, False)]  # skipped: there was nothing to wait for
+        held.let_go.set()
+        await trio.sleep(0.1)
+        assert sender.sent == [(3, False), (1, True), (2, True)]
+        left.close("done")
 
 
 async def test_an_idle_link_lives_on_pings(autojump_clock):

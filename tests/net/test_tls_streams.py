@@ -12,6 +12,7 @@ from echo2p2p.errors import ConfigError, LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE
 from echo2p2p.net import certificates
 from echo2p2p.net.connections import ConnectionSettings
+from echo2p2p.net.departure import DepartingStream
 from echo2p2p.net.link import Link, LinkSettings, open_link
 from echo2p2p.net.payloads import RelaySettings
 from echo2p2p.net.ports import Endpoint, Streams, TlsServer
@@ -46,7 +47,7 @@ class Tapped(TcpStreams):
 
     async def dial(self, endpoint: Endpoint, *, timeout_s: float) -> trio.abc.Stream:
         stream = await super().dial(endpoint, timeout_s=timeout_s)
-        assert isinstance(stream, trio.SocketStream)
+        assert isinstance(stream, DepartingStream)
         send_all, receive_some = stream.send_all, stream.receive_some
 
         async def send(data: bytes) -> None:

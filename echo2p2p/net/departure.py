@@ -1,0 +1,107 @@
+"""A TCP stream that knows what has left: bytes handed to the kernel are not bytes on their way.
+
+The problem: a node with many links sends on few of them at a time, so that each chunk is whole at
+the other end soon. But a kernel takes bytes much faster than an uplink: on each link as many as the
+congestion window allows, and that grows for as long as the router in front of a slow uplink has
+room. All links together then have a megabyte waiting there, half a second at 20 Mbit/s, in front of
+every chunk, announcement and cancellation.
+
+The idea: ask the kernel how much of what it took is not acknowledged yet (SIOCOUTQ), and count a
+chunk as sent only when no more than the link's bandwidth times its shortest round trip is (both by
+the kernel's own measurement, TCP_INFO), or `FEW_BYTES`. Chunks are written on top of that, so a
+faster path is found as quickly as TCP itself finds it.
+
+Rejected: small send buffers, which bound far and fast links; another congestion control, which is
+the machine's owner's to choose, and not to be had everywhere. Where the kernel cannot be asked, all
+that it took counts as sent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket as sockets
+import struct
+import termios
+from typing import Final
+
+import trio
+
+FEW_BYTES: Final = 32 * 1024
+POLL_MIN_S: Final = 0.004
+POLL_MAX_S: Final = 0.02
+
+_INFO_BYTES: Final = 168
+_MIN_RTT_US_AT: Final = 148
+_BYTES_PER_S_AT: Final = 160
+"""Both in Linux's ``struct tcp_info``."""
+
+
+class DepartingStream(trio.abc.HalfCloseableStream):
+    """A `trio.SocketStream`, owned from here on, that can be asked what has left.
+
+    Args:
+        inner: Connected.
+    """
+
+    def __init__(self, inner: trio.SocketStream) -> None:
+        self._inner = inner
+        self.socket = inner.socket
+        self.position = 0
+        """Bytes that the kernel has taken since the start."""
+
+    async def wait_departed(self, position: int) -> None:
+        """Wait until all bytes before ``position`` are on their way; no time limit.
+
+        As far as the kernel can tell: but for what the path has room for.
+        """
+        while (waiting := self._unacknowledged() - (self.position - position)) > FEW_BYTES:
+            rtt_s, bytes_per_s = self._path()
+            excess = waiting - max(FEW_BYTES, rtt_s * bytes_per_s)
+            if excess <= 0:
+                break
+            wait_s = excess / bytes_per_s / 2 if bytes_per_s else POLL_MIN_S
+            await trio.sleep(min(max(wait_s, POLL_MIN_S), POLL_MAX_S))
+
+    def _unacknowledged(self) -> int:
+        """Return how many bytes the kernel holds until the other side has them.
+
+        They may be more than `position` knows of, while a part of them is being sent.
+        """
+        try:
+            answer = fcntl.ioctl(self.socket.fileno(), termios.TIOCOUTQ, bytes(4))
+        except (OSError, ValueError):  # closed, or no such question here
+            return 0
+        return int(struct.unpack("i", answer)[0])
+
+    def _path(self) -> tuple[float, float]:
+        """Return the shortest round trip, in seconds, and the rate, in bytes per second."""
+        try:
+            info = self.socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO_BYTES)
+            (rtt_us,) = struct.unpack_from("I", info, _MIN_RTT_US_AT)
+            (bytes_per_s,) = struct.unpack_from("Q", info, _BYTES_PER_S_AT)
+        except (OSError, struct.error):
+            return 0.0, 0.0
+        return rtt_us / 1e6, float(bytes_per_s)
+
+    # --- the stream itself --------------------------------------------------------------------
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """See `trio.abc.SendStream`."""
+        await self._inner.send_all(data)
+        self.position += len(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """See `trio.abc.SendStream`."""
+        await self._inner.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """See `trio.abc.ReceiveStream`."""
+        return await self._inner.receive_some(max_bytes)
+
+    async def send_eof(self) -> None:
+        """See `trio.abc.HalfCloseableStream`."""
+        await self._inner.send_eof()
+
+    async def aclose(self) -> None:
+        """See `trio.abc.AsyncResource`."""
+        await self._inner.aclose()

@@ -1,0 +1,181 @@
+"""``echo2-scenario bench broadcast``: how long until the last peer has a payload, and who sent it?
+
+The systems, on the same lines in the same run: one-to-many (the source sends all of it to
+everybody, on a plain TCP stream each), ours (`RelayNode` as shipped, relay links with their mutual
+hello, a process a peer), and libtorrent where its Python package is installed. The lines are
+network namespaces with token buckets (`scenarios.namespaces`), which take root; with ``--virtual``
+they are simulated, and libtorrent is left out. Multiples are of the fluid bound
+(`scenarios.broadcast_links`).
+
+The clock runs from the word to the source until the last peer has every chunk, verified; all are
+connected before. Bytes are the kernel's, of the token buckets; duplicates are our own count; CPU is
+that of all processes, per megabyte delivered. Of several runs the row is that of the median time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from echo2p2p.errors import ConfigError, EchoError
+from scenarios import (
+    broadcast_lab,
+    broadcast_plot,
+    broadcast_torrent,
+    broadcast_virtual,
+    namespaces,
+)
+from scenarios.broadcast_links import KINDS, plan_lines
+from scenarios.broadcast_rows import MB, Case, table
+
+__all__ = ["add_arguments", "run", "table"]
+
+OURS: Final = ("one-to-many", "echo2p2p")
+OTHERS: Final = ("libtorrent",)
+PEERS_MAX: Final = 4096
+PAYLOAD_MB_MAX: Final = 250
+"""What a generator of random bytes makes at a time."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what this benchmark understands, beside ``--json``."""
+    parser.add_argument(
+        "--peers", type=_count, nargs="+", default=[8], help="how many, one or several numbers"
+    )
+    parser.add_argument("--links", choices=KINDS, default="homogeneous", help="the peers' lines")
+    parser.add_argument("--rtt-ms", type=_amount, default=0.0, help="round trip; with --virtual")
+    parser.add_argument("--payload-mb", type=_megabytes, default=20.0, help="of 1,000,000 bytes")
+    parser.add_argument("--runs", type=_count, default=1, help="the median counts (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of keys, payload and choices")
+    parser.add_argument(
+        "--systems", choices=(*OURS, *OTHERS), nargs="+", help="only these (default: all)"
+    )
+    parser.add_argument("--virtual", action="store_true", help="in virtual time, without root")
+    parser.add_argument("--plot", type=Path, help="draw time against peers into this PNG file")
+
+
+async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Measure; returns the rows, and tells of each run on standard error.
+
+    Raises:
+        EchoError: There is no root, or a part failed.
+    """
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise EchoError("--plot needs matplotlib: pip install 'echo2p2p[report]'")
+    cases = [
+        Case(
+            peers=peers,
+            links=arguments.links,
+            rtt_ms=arguments.rtt_ms,
+            payload_bytes=int(arguments.payload_mb * MB),
+            seed=arguments.seed,
+        )
+        for peers in arguments.peers
+    ]
+    wanted = arguments.systems or [*OURS, *OTHERS]
+    rows: list[dict[str, object]] = []
+    if arguments.virtual:
+        ours = [system for system in wanted if system in OURS]
+        for case in cases:
+            found = await trio.to_thread.run_sync(
+                broadcast_virtual.measure, case, ours, arguments.runs
+            )
+            rows += map(asdict, found)
+    else:
+        _check(cases)
+        systems = systems_of(wanted)
+        for case in cases:
+            rows += await _in_namespaces(broadcast_lab.Work(case, systems, arguments.runs))
+    if arguments.plot is not None:
+        broadcast_plot.draw(rows, arguments.plot)
+    return rows
+
+
+def systems_of(wanted: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the systems that can run here, with their settings."""
+    found = [(system, "") for system in wanted if system in OURS]
+    if "libtorrent" in wanted:
+        if importlib.util.find_spec("libtorrent") is None:
+            print("libtorrent is not installed: it is left out", file=sys.stderr)
+        else:
+            found += [("libtorrent", settings) for settings in broadcast_torrent.SETTINGS]
+    return found
+
+
+def _check(cases: Sequence[Case]) -> None:
+    """Refuse what cannot be measured on namespaces.
+
+    Raises:
+        EchoError: And why.
+    """
+    why = namespaces.why_impossible()
+    if why is not None:
+        raise EchoError(why)
+    for case in cases:
+        if case.rtt_ms:
+            raise ConfigError(
+                "--rtt-ms", "only with --virtual: namespaces cannot hold packets back here"
+            )
+        uplinks_mbit = sum(line.up_mbit for line in plan_lines(case.links, case.peers))
+        if uplinks_mbit > namespaces.TOTAL_MBIT_MAX:
+            detail = (
+                f"{case.peers} peers have {uplinks_mbit:g} Mbit/s together, one machine"
+                f" forwards {namespaces.TOTAL_MBIT_MAX:g}: take fewer, or --virtual"
+            )
+            raise ConfigError("--peers", detail)
+
+
+async def _in_namespaces(work: broadcast_lab.Work) -> list[dict[str, object]]:
+    """Run `scenarios.broadcast_lab`; its end is the end of everything that it built."""
+    command = [*namespaces.WRAP, sys.executable, "-P", "-m", "scenarios.broadcast_lab"]
+    process = await trio.lowlevel.open_process(
+        [*command, msgspec.json.encode(work).decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    printed = b""
+    try:
+        assert process.stdout is not None
+        while data := await process.stdout.receive_some():
+            printed += data
+        code = await process.wait()
+    finally:
+        with trio.CancelScope(shield=True):
+            process.kill()
+            await process.wait()
+    if code:
+        raise EchoError(f"the test-bed ended with exit code {code}; see above")
+    return [msgspec.json.decode(line, type=dict[str, object]) for line in printed.splitlines()]
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if not 1 <= value <= PEERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {PEERS_MAX}")
+    return value
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 10,000")
+    return value
+
+
+def _megabytes(text: str) -> float:
+    value = _amount(text)
+    if not 0.1 <= value <= PAYLOAD_MB_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and {PAYLOAD_MB_MAX}")
+    return value

@@ -1,0 +1,188 @@
+"""A wide-area network on one machine: a namespace for each machine, a bridge between them.
+
+Each machine's line is a pair of virtual Ethernet ports with a token bucket on both: on its own port
+for what it sends, on the bridge's for what it receives. Nobody else's network is touched, and
+nothing can be left behind: all of it lives in network, mount and process namespaces of its own
+(`WRAP`), whose end, however it comes, is the end of every process and every interface in them.
+
+The queues are long (`QUEUE_BYTES`), as those of cheap routers are, and nothing is lost on the way.
+Peers that cannot be dialled sit on isolated ports of the bridge: they cannot reach each other.
+Not possible here: delay, for which kernels without netem need a packet queue in user space.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from echo2p2p.errors import EchoError
+from scenarios.broadcast_links import Line
+
+WRAP: Final = (
+    *("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("--propagation", "private"),
+)
+"""What the command that builds machines must run under."""
+RUN: Final = Path("/run")
+"""Covered with memory inside, because ``ip netns`` keeps its names there."""
+HUB: Final = "hub"
+PORT: Final = "e0"
+BURST_BYTES: Final = 65_536
+"""Less is inexact: at 20 Mbit/s a timer's tick is worth 10 kB."""
+QUEUE_BYTES: Final = 1_000_000
+TOTAL_MBIT_MAX: Final = 800.0
+"""Of all uplinks: what two cores forward with packets of 1,500 bytes."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a machine's line has carried, by the kernel's account, headers included."""
+
+    up_bytes: int
+    down_bytes: int
+
+
+class _Qdisc(msgspec.Struct):
+    """One entry of ``tc -j -s qdisc show``."""
+
+    kind: str
+    dev: str
+    bytes: int = 0
+
+
+def why_impossible() -> str | None:
+    """Return why no namespace can be built by this process; ``None``: they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root: run this as root, or with --virtual"
+    try:
+        done = _try([*WRAP, "ip", "link", "add", "h0", "type", "veth"])
+        if done.returncode == 0:
+            done = _try(["tc", "-V"])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"network namespaces need unshare, ip and tc: {error}; or use --virtual"
+    words = done.stderr.decode(errors="replace").strip().splitlines() or ["no words"]
+    return f"no network namespaces here ({words[-1]}): use --virtual" if done.returncode else None
+
+
+def _try(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, capture_output=True, check=False, timeout=20)  # noqa: S603 - our own words
+
+
+def address_of(index: int) -> str:
+    """Return a machine's address, of the range for benchmarks (RFC 2544)."""
+    return f"198.18.{index // 200}.{index % 200 + 1}"
+
+
+def name_of(index: int) -> str:
+    """Return a machine's namespace."""
+    return f"n{index}"
+
+
+def inside(index: int, command: Sequence[str]) -> list[str]:
+    """Return the command that runs ``command`` on a machine."""
+    return ["ip", "netns", "exec", name_of(index), *command]
+
+
+def names_batch(count: int) -> str:
+    """Return what `ip` makes first."""
+    return "\n".join(f"netns add {name}" for name in (HUB, *map(name_of, range(count))))
+
+
+def hub_batch(lines: Sequence[Line]) -> str:
+    """Return what `ip` makes in the hub."""
+    made = ["link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up"]
+    for index in range(len(lines)):
+        made.append(f"link add h{index} type veth peer name {PORT} netns {name_of(index)}")
+        made.append(f"link set h{index} master br0 up")
+    return "\n".join(made)
+
+
+def isolation_batch(lines: Sequence[Line]) -> str:
+    """Return what `bridge` is told in the hub."""
+    hidden = [index for index, line in enumerate(lines) if not line.reachable]
+    return "\n".join(f"link set dev h{index} isolated on" for index in hidden)
+
+
+def machine_batch(index: int) -> str:
+    """Return what `ip` makes on a machine."""
+    address = address_of(index)
+    return "\n".join(
+        (
+            f"addr add {address}/16 dev {PORT}",
+            "link set lo up",
+            f"link set {PORT} up",
+            f"route replace 198.18.0.0/16 dev {PORT} src {address} congctl cubic",
+        )
+    )
+
+
+def shaping(device: str, mbit: float) -> str:
+    """Return what `tc` is told of one port."""
+    bucket = f"tbf rate {mbit:g}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
+    return f"qdisc add dev {device} root handle 1: {bucket}"
+
+
+def sent_bytes(text: bytes) -> dict[str, int]:
+    """Return the bytes that left through each device's token bucket, from `tc -j -s qdisc`.
+
+    Raises:
+        EchoError: That is not what `tc` prints.
+    """
+    try:
+        found = msgspec.json.decode(text, type=list[_Qdisc])
+    except msgspec.DecodeError as error:
+        raise EchoError(f"tc -j -s qdisc was not understood: {error}") from error
+    return {one.dev: one.bytes for one in found if one.kind == "tbf"}
+
+
+class Machines:
+    """The machines with these lines; only inside of `WRAP`."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = tuple(lines)
+
+    async def build(self) -> None:
+        """Make them.
+
+        Raises:
+            EchoError: The kernel or the tools refused.
+        """
+        await _run(["mount", "-t", "tmpfs", "none", str(RUN)])
+        (RUN / "netns").mkdir()
+        await _run(["ip", "-batch", "-"], names_batch(len(self._lines)))
+        await _run(["ip", "-n", HUB, "-batch", "-"], hub_batch(self._lines))
+        downs = [shaping(f"h{index}", line.down_mbit) for index, line in enumerate(self._lines)]
+        await _run(["tc", "-n", HUB, "-batch", "-"], "\n".join(downs))
+        isolated = isolation_batch(self._lines)
+        if isolated:
+            await _run(["bridge", "-n", HUB, "-batch", "-"], isolated)
+        for index, line in enumerate(self._lines):
+            await _run(["ip", "-n", name_of(index), "-batch", "-"], machine_batch(index))
+            await _run(["tc", "-n", name_of(index), "-batch", "-"], shaping(PORT, line.up_mbit))
+
+    async def counters(self) -> list[Counters]:
+        """Return each machine's."""
+        show = ("-j", "-s", "qdisc", "show")
+        downs = sent_bytes(await _run(["tc", "-n", HUB, *show]))
+        found = []
+        for index in range(len(self._lines)):
+            ups = sent_bytes(await _run(["tc", "-n", name_of(index), *show]))
+            found.append(Counters(ups[PORT], downs[f"h{index}"]))
+        return found
+
+
+async def _run(command: list[str], text: str = "") -> bytes:
+    done = await trio.run_process(
+        command, stdin=text.encode(), capture_stdout=True, capture_stderr=True, check=False
+    )
+    if done.returncode:
+        words = done.stderr.decode(errors="replace").strip()
+        raise EchoError(f"{' '.join(command)} failed: {words}")
+    return done.stdout

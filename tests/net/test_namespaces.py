@@ -1,0 +1,86 @@
+"""The broadcast over real sockets and shaped links, seen by the kernel's counters."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scenarios import namespaces
+
+PEERS = 4
+PAYLOAD_MB = 0.6
+COMMAND = (sys.executable, "-P", "-m", "scenarios", "bench", "broadcast", "--json")
+WHY = namespaces.why_impossible()
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY is not None, reason=str(WHY))]
+
+
+def processes_with(word):
+    """Return the ids of all processes that have ``word`` on their command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                line = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if word.encode() in line:
+                found.append(int(folder.name))
+    return found
+
+
+def outside():
+    """Return what of a network can be seen from outside of the test-bed."""
+    names = sorted(path.name for path in Path("/sys/class/net").iterdir())
+    return names, Path("/run/netns").exists() and sorted(Path("/run/netns").iterdir())
+
+
+@pytest.mark.parametrize("links", ["homogeneous", "nat"])
+def test_a_payload_leaves_the_source_about_once_by_the_kernels_account(links):
+    words = ("--peers", str(PEERS), "--payload-mb", str(PAYLOAD_MB), "--links", links)
+    done = subprocess.run(
+        [*COMMAND, *words, "--systems", "one-to-many", "echo2p2p"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    unicast, ours = json.loads(done.stdout)
+    payload_bytes = PAYLOAD_MB * 1e6
+    assert [unicast["system"], ours["system"]] == ["one-to-many", "echo2p2p"]
+    assert unicast["source_copies"] == pytest.approx(PEERS, rel=0.05)
+    assert ours["source_copies"] < 1.5
+    assert ours["duplicate_share"] < 0.2
+    assert min(ours["down_bytes"][1:]) > payload_bytes
+    relayed = sum(ours["up_bytes"][1:])
+    assert relayed > (PEERS - 1.5) * payload_bytes
+    assert unicast["bound_s"] == ours["bound_s"]
+    assert ours["last_s"] > 0.9 * ours["bound_s"]  # less: the lines are not what they should be
+    assert unicast["last_s"] > 0.9 * PEERS * ours["bound_s"]
+
+
+def test_kill_9_leaves_nothing_behind():
+    before = outside()
+    seed = f"9{os.getpid()}{time.monotonic_ns()}"
+    words = ("--peers", "4", "--payload-mb", "40", "--seed", seed, "--systems", "one-to-many")
+    process = subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while len(processes_with(seed)) < PEERS + 4:  # this, unshare, the first inside, the source
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline, "the test-bed did not come up"
+            time.sleep(0.05)
+        assert outside() == before
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 20
+    while processes_with(seed):
+        assert time.monotonic() < deadline, "processes outlived the test-bed"
+        time.sleep(0.05)
+    assert outside() == before

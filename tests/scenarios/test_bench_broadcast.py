@@ -1,0 +1,218 @@
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+
+import pytest
+
+from echo2p2p.errors import ConfigError, EchoError
+from echo2p2p.ids import PeerId
+from scenarios import bench_broadcast, broadcast_plot, namespaces
+from scenarios.broadcast_links import (
+    BYTES_PER_MBIT,
+    GOODPUT,
+    KINDS,
+    Bound,
+    Line,
+    bound_of,
+    plan_lines,
+    plan_neighbours,
+)
+from scenarios.broadcast_rows import Case, Outcome, row_of, table
+from scenarios.broadcast_torrent import SETTINGS
+
+KEYS = {
+    "system",
+    "peers",
+    "links",
+    "rtt_ms",
+    "payload_bytes",
+    "bound_s",
+    "last_s",
+    "multiple",
+    "source_copies",
+    "duplicate_share",
+    "cpu_ms_per_mb",
+}
+MB = 1_000_000
+ONE_S = GOODPUT * BYTES_PER_MBIT
+"""Bytes that one Mbit/s carries in a second."""
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    bench_broadcast.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+# --- lines and bounds ---------------------------------------------------------------------------
+
+
+def test_the_bound_is_the_tightest_of_uplink_downlink_and_all_uplinks():
+    size = int(20 * ONE_S)
+    assert bound_of(size, [Line(20, 20)] * 5).seconds == pytest.approx(1)
+    assert bound_of(size, [Line(10, 20), *[Line(20, 20)] * 4]).seconds == pytest.approx(2)
+    slow_down = [Line(20, 20), Line(20, 20), Line(20, 5)]
+    assert bound_of(size, slow_down).seconds == pytest.approx(4)
+    few_uplinks = [Line(20, 20), *[Line(4, 20)] * 5]
+    assert bound_of(size, few_uplinks).seconds == pytest.approx(5 * 20 / 40)
+
+
+def test_who_cannot_be_dialled_is_served_by_the_others_only():
+    size = int(20 * ONE_S)
+    lines = [Line(20, 40), Line(20, 40), *[Line(20, 40, reachable=False)] * 6]
+    found = bound_of(size, lines)
+    assert found.cut_s == pytest.approx(6 * 20 / 40)
+    assert found.fluid_s == pytest.approx(1)
+    assert found.seconds == found.cut_s
+
+
+def test_a_benchmark_of_20_mb_takes_the_same_least_time_on_all_lines():
+    """As in the notes: then 1.00 copy from the source is best in each cell."""
+    for links, peers in itertools.product(("homogeneous", "mixed"), (4, 8, 16)):
+        assert bound_of(20 * MB, plan_lines(links, peers)).seconds == pytest.approx(8.368, abs=0.01)
+
+
+def test_lines_of_each_kind():
+    assert plan_lines("homogeneous", 3) == [Line(20, 20)] * 4
+    assert [line.up_mbit for line in plan_lines("mixed", 5)] == [20, 10, 20, 40, 10, 20]
+    assert {line.down_mbit for line in plan_lines("mixed", 5)} == {40}
+    assert [line.reachable for line in plan_lines("nat", 4)] == [True, True, False, True, False]
+
+
+@pytest.mark.parametrize(("kind", "peers"), list(itertools.product(KINDS, (4, 40))))
+def test_neighbours_are_mutual_and_never_two_that_cannot_be_dialled(kind, peers):
+    lines = plan_lines(kind, peers)
+    ids = [PeerId(f"{place:064x}") for place in range(peers)]
+    plan = plan_neighbours(ids, lines, seed=1)
+    hidden = {one for one, line in zip(ids, lines[1:], strict=True) if not line.reachable}
+    for one, others in plan.items():
+        assert others
+        assert all(one in plan[other] for other in others)
+        assert one not in hidden or not hidden & set(others)
+
+
+# --- namespaces ---------------------------------------------------------------------------------
+
+
+def test_bytes_are_read_from_what_tc_prints():
+    text = b"""[{"kind":"noqueue","handle":"0:","dev":"lo","root":true,"refcnt":2,"bytes":7},
+    {"kind":"tbf","handle":"1:","dev":"h0","root":true,"refcnt":2,
+     "options":{"rate":2500000,"burst":65536,"limit":1000000},
+     "bytes":5232400,"packets":3488,"drops":0,"overlimits":401,"requeues":0,"backlog":0},
+    {"kind":"tbf","dev":"h1","options":{}}]"""
+    assert namespaces.sent_bytes(text) == {"h0": 5232400, "h1": 0}
+    with pytest.raises(EchoError, match="not understood"):
+        namespaces.sent_bytes(b"qdisc tbf 1: dev h0 root")
+
+
+def test_each_line_is_shaped_at_both_ends():
+    lines = [Line(20, 40), Line(10, 40), Line(2.5, 40, reachable=False)]
+    assert namespaces.shaping("e0", 2.5) == (
+        "qdisc add dev e0 root handle 1: tbf rate 2.5mbit burst 65536 limit 1000000"
+    )
+    hub = namespaces.hub_batch(lines).splitlines()
+    assert "link add h2 type veth peer name e0 netns n2" in hub
+    assert namespaces.isolation_batch(lines) == "link set dev h2 isolated on"
+    assert namespaces.names_batch(2).splitlines() == [
+        "netns add hub",
+        "netns add n0",
+        "netns add n1",
+    ]
+    assert "congctl cubic" in namespaces.machine_batch(1)
+    addresses = {namespaces.address_of(index) for index in range(1000)}
+    assert len(addresses) == 1000
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def test_a_row_is_the_run_of_the_median_time():
+    case = Case(peers=2, links="mixed", rtt_ms=0.0, payload_bytes=2 * MB)
+    outcomes = [
+        Outcome((1.0, last_s), copies, 0.01, 0.4, up_bytes=(1, 2, 3))
+        for last_s, copies in ((4.0, 1.3), (2.0, 1.1), (3.0, 1.2))
+    ]
+    row = row_of("echo2p2p", "", "virtual", case, Bound(2.0, 1.0), outcomes)
+    assert (row.last_s, row.multiple, row.source_copies) == (3.0, 1.5, 1.2)
+    assert row.runs_s == [4.0, 2.0, 3.0]
+    assert (row.first_s, row.middle_s) == (1.0, 2.0)
+    assert row.cpu_ms_per_mb == 100.0
+    assert row_of("x", "", "virtual", case, Bound(2.0, 1.0), outcomes[:2]).last_s == 2.0
+
+
+def test_libtorrent_is_left_out_with_a_word_where_it_is_missing(monkeypatch, capsys):
+    assert bench_broadcast.systems_of(["echo2p2p"]) == [("echo2p2p", "")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert bench_broadcast.systems_of(["one-to-many", "libtorrent"]) == [("one-to-many", "")]
+    assert "left out" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert bench_broadcast.systems_of(["libtorrent"]) == [("libtorrent", one) for one in SETTINGS]
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_in_virtual_time_one_to_many_takes_n_times_as_long(tmp_path):
+    words = ("--virtual", "--peers", "2", "4", "--payload-mb", "0.8")
+    rows = await bench_broadcast.run(arguments(*words))
+    assert json.loads(json.dumps(rows)) == rows
+    assert all(set(row) >= KEYS for row in rows)
+    assert [(row["system"], row["peers"]) for row in rows] == [
+        (system, peers) for peers in (2, 4) for system in ("one-to-many", "echo2p2p")
+    ]
+    multiples = {(row["system"], row["peers"]): row["multiple"] for row in rows}
+    for peers in (2, 4):
+        assert multiples["one-to-many", peers] == pytest.approx(peers, rel=0.1)
+        assert multiples["echo2p2p", peers] < 1.4
+    assert all(row["source_copies"] < 1.2 for row in rows if row["system"] == "echo2p2p")
+    text = table(rows)
+    assert "4 peers, homogeneous links, 0.8 MB, virtual" in text
+    if importlib.util.find_spec("matplotlib") is not None:
+        broadcast_plot.draw(rows, tmp_path / "time.png")
+        assert (tmp_path / "time.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+async def test_virtual_time_knows_distance():
+    def words(rtt_ms):
+        return ("--virtual", "--peers", "3", "--payload-mb", "0.5", "--rtt-ms", str(rtt_ms))
+
+    near, far = [await bench_broadcast.run(arguments(*words(rtt_ms))) for rtt_ms in (0, 200)]
+    assert far[1]["last_s"] > near[1]["last_s"] + 0.1
+    assert far[1]["bound_s"] == near[1]["bound_s"]
+
+
+async def test_without_root_one_line_says_so(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(EchoError, match=r"need root.*--virtual") as error:
+        await bench_broadcast.run(arguments())
+    assert not isinstance(error.value, ConfigError)  # exit code 1
+
+
+@pytest.mark.parametrize(
+    ("words", "detail"),
+    [(("--rtt-ms", "20"), "only with --virtual"), (("--peers", "64"), "take fewer")],
+)
+async def test_what_namespaces_cannot_do_is_refused(monkeypatch, words, detail):
+    monkeypatch.setattr(namespaces, "why_impossible", lambda: None)
+    with pytest.raises(ConfigError, match=detail):
+        await bench_broadcast.run(arguments(*words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--payload-mb", "0"),
+        ("--payload-mb", "300"),
+        ("--peers", "0"),
+        ("--peers", "5000"),
+        ("--payload-mb", "much"),
+        ("--links", "good"),
+    ],
+)
+def test_nonsense_is_refused(words):
+    with pytest.raises(SystemExit):
+        arguments(*words)
