@@ -69,15 +69,23 @@ term_s = 30.0
 """
 )
 LIARS = (
-    CALM.replace("count = 3", "count = 7")
+    CALM.replace("count = 3", "count = 6")
     + """
+[[peers]]
+name = "late"
+count = 3
+seconds_per_token = [0.02, 0.04]
+tokens = [5, 30]
+joins_s = [7, 14]
 [[nemesis]]
 fault = "lie"
 lies = ["corrupt"]
-count = 2
+on = "peer"
+count = 3
 at_s = 4
 """
 )
+"""Who comes late asks the others for what a liar has sent them."""
 
 
 class Agreeable(bytes):
