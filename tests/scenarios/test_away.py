@@ -82,10 +82,12 @@ def test_a_peer_that_was_away_for_100_versions_comes_back_at_the_least_cost(chan
 
     async def nemesis(world: World) -> None:
         await world.wait_event("version.applied", node="bob", version=20)
+        world.machines["bob"].harm_begins()
         world.network.freeze("bob")
         await world.wait_event("version.published", version=123)
         world.journal.event("nemesis.rejoin", node="bob")
         world.network.thaw("bob")
+        world.machines["bob"].harm_ends()
 
     world = play(spec, nemesis)
     (back,) = world.trace.named("nemesis.rejoin")
@@ -139,7 +141,7 @@ def test_a_peer_on_a_slow_link_keeps_what_it_has_got_of_an_anchor_that_is_old_by
         settings=settings(90, spare_bytes=0, skip_spans=[]),
         peers=(
             PeerSpec("ann", seconds_per_token=0.01),
-            PeerSpec("cem", seconds_per_token=0.01, down_bytes_per_s=2500.0),
+            PeerSpec("cem", seconds_per_token=0.01, down_bytes_per_s=4000.0),
         ),
         learner_step_s=0.7,
         learner_changed_share=0.01,
