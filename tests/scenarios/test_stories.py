@@ -15,6 +15,7 @@ STORIES = sorted(shipped())
 SWARM_SEEDS = {
     6: "a hung engine is told by its deadline, and the peer converges",
     8: "a peer that is killed twice within a second",
+    20: "segments that overtake each other where the clock has ticks",
     27: "a coordinator dies between serving a version and saying so",
     36: "an engine hangs on a machine that is slow",
 }
