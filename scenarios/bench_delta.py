@@ -35,6 +35,7 @@ from echo2p2p.weights.forms import Form
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.policy import SMALLEST, FormPolicy
 from echo2p2p.wire.messages import LayoutTable
+from scenarios.arguments import positive
 from scenarios.checkpoints import read_pair
 from scenarios.delta_bounds import Bounds, bounds_of
 from scenarios.delta_rivals import Rival, rivals
@@ -90,8 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lr", type=_rates, nargs="+", action="extend", help="learning rates (default: four)"
     )
-    parser.add_argument("--threads", type=int, default=2, help="of the training (default: 2)")
-    parser.add_argument("--repeat", type=int, default=3, help="runs, best counts (default: 3)")
+    parser.add_argument("--threads", type=positive, default=2, help="of the training (default: 2)")
+    parser.add_argument("--repeat", type=positive, default=3, help="runs, best counts (default: 3)")
     parser.add_argument("--old", type=Path, help="folder of safetensors: use it instead of traces")
     parser.add_argument("--new", type=Path, help="the folder after it")
     parser.add_argument("--traces", type=Path, help="folder of traces that were dumped before")

@@ -48,6 +48,7 @@ from echo2p2p.net.store import SqliteStore
 from echo2p2p.net.system import SystemClock
 from echo2p2p.tasks.base import Verdict
 from scenarios import bench_report
+from scenarios.arguments import positive
 from scenarios.bench_clients import (
     Answer,
     AnyCommand,
@@ -418,7 +419,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, meaning in _ARGUMENTS.items():
         default = getattr(plan, name)
         parser.add_argument(
-            f"--{name}", type=_positive, default=default, help=f"{meaning} (default: {default})"
+            f"--{name}", type=positive, default=default, help=f"{meaning} (default: {default})"
         )
     parser.add_argument("--tls", action="store_true", help="HTTPS with a certificate a member")
     parser.add_argument(
@@ -438,13 +439,6 @@ _ARGUMENTS: Final = {
     "samples": "samples in a group",
     "tokens": "tokens in a sample, 8 bytes each",
 }
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, object]:

@@ -70,27 +70,22 @@ class WatchedHttp:
         self, inner: HttpClients, name: str, lies: Lies, record: Record, loot: Loot
     ) -> None:
         self._inner = inner
-        self._name = name
-        self._lies = lies
-        self._record = record
-        self._loot = loot
+        self.name = name
+        self.lies = lies
+        self.record = record
+        self.loot = loot
 
     @asynccontextmanager
     async def connect(self, url: str, tls: TlsClient | None) -> AsyncIterator[HttpClient]:
         """See `HttpClients`."""
         async with self._inner.connect(url, tls) as client:
-            yield _WatchedClient(client, self._name, self._lies, self._record, self._loot)
+            yield _WatchedClient(client, self)
 
 
 class _WatchedClient:
-    def __init__(
-        self, inner: HttpClient, name: str, lies: Lies, record: Record, loot: Loot
-    ) -> None:
+    def __init__(self, inner: HttpClient, of: WatchedHttp) -> None:
         self._inner = inner
-        self._name = name
-        self._lies = lies
-        self._record = record
-        self._loot = loot
+        self._name, self._lies, self._record, self._loot = of.name, of.lies, of.record, of.loot
 
     async def request(
         self,

@@ -8,6 +8,7 @@ any more (it is told no longer, but the checkers go on counting its machine as d
 
 from __future__ import annotations
 
+import random
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -37,6 +38,11 @@ Range = Annotated[tuple[NotNegative, NotNegative], BeforeValidator(as_range)]
 """A number, or [lowest, highest] from which the seed draws."""
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareRange = Annotated[tuple[Share, Share], BeforeValidator(as_range)]
+
+
+def drawn(ends: tuple[float, float], rng: random.Random) -> float:
+    """Return a value of a range, all alike."""
+    return ends[0] + (ends[1] - ends[0]) * rng.random()
 
 
 class Fault(Section):

@@ -109,11 +109,6 @@ class Machine:
         """Whether a peer runs on it."""
         return self.scope is not None
 
-    @property
-    def well(self) -> bool:
-        """Whether it runs, has never lied, and no fault is upon it or was so of late."""
-        return self.running and self.honest and not self.excused(trio.current_time())
-
     def excused(self, now: float) -> bool:
         """Whether what happens to it is the nemesis's doing."""
         return self.faults > 0 or now < self.excused_until_s

@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from scenarios import faults
-from scenarios.faults import Fault, PeerFault
+from scenarios.faults import Fault, PeerFault, drawn
 from scenarios.machines import Machine
 from scenarios.story import Story
 from scenarios.watch import CONVERGES
@@ -60,10 +60,10 @@ class Nemesis:
         with trio.CancelScope() as scope:
             strikes.start_soon(_cancel_when, self._healed, scope)
             if fault.at_s is not None:
-                await trio.sleep_until(_drawn(fault.at_s, rng))
+                await trio.sleep_until(drawn(fault.at_s, rng))
                 self._strike(world, fault, rng, strikes)
             while fault.every_s is not None:
-                await trio.sleep(_drawn(fault.every_s, rng))
+                await trio.sleep(drawn(fault.every_s, rng))
                 self._strike(world, fault, rng, strikes)
             while fault.per_minute is not None:
                 await trio.sleep(TICK_S)
@@ -110,7 +110,7 @@ class Nemesis:
     ) -> None:
         if self._healed.is_set():
             return
-        for_s = None if fault.for_s is None else _drawn(fault.for_s, rng)
+        for_s = None if fault.for_s is None else drawn(fault.for_s, rng)
 
         async def hold() -> None:
             with trio.move_on_after(math.inf if for_s is None else for_s):
@@ -158,10 +158,6 @@ async def _cancel_when(event: trio.Event, scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-def _drawn(ends: tuple[float, float], rng: random.Random) -> float:
-    return ends[0] + (ends[1] - ends[0]) * rng.random()
-
-
 def _name(fault: Fault) -> str:
     return str(fault.fault)  # type: ignore[attr-defined]  # each kind has it
 
@@ -195,7 +191,7 @@ async def _strike_peer(
                 world.network.thaw(name)
                 machine.pace.go_on()
             case faults.SlowCpu(factor=factor):
-                machine.pace.factor = _drawn(factor, rng)
+                machine.pace.factor = drawn(factor, rng)
                 await hold()
                 machine.pace.factor = 1.0
             case faults.Lie(lies=lies, pick=pick):
@@ -251,8 +247,8 @@ async def _strike_line(
         case faults.SlowLink(up=up, down=down):
             network.set_rates(
                 name,
-                up_bytes_per_s=spec.up_bytes_per_s * _drawn(up, rng),
-                down_bytes_per_s=spec.down_bytes_per_s * _drawn(down, rng),
+                up_bytes_per_s=spec.up_bytes_per_s * drawn(up, rng),
+                down_bytes_per_s=spec.down_bytes_per_s * drawn(down, rng),
             )
             await hold()
             network.set_rates(
@@ -261,11 +257,11 @@ async def _strike_line(
                 down_bytes_per_s=spec.down_bytes_per_s,
             )
         case faults.LossyLink(loss=loss):
-            network.set_quality(name, latency_s=spec.latency_s, loss=_drawn(loss, rng))
+            network.set_quality(name, latency_s=spec.latency_s, loss=drawn(loss, rng))
             await hold()
             network.set_quality(name, latency_s=spec.latency_s, loss=spec.loss)
         case faults.DistantLink(latency_ms=latency_ms):
-            network.set_quality(name, latency_s=_drawn(latency_ms, rng) / 1000, loss=spec.loss)
+            network.set_quality(name, latency_s=drawn(latency_ms, rng) / 1000, loss=spec.loss)
             await hold()
             network.set_quality(name, latency_s=spec.latency_s, loss=spec.loss)
         case faults.Flap(up_s=up_s, down_s=down_s):
@@ -293,9 +289,9 @@ async def _flap(
 ) -> None:
     while True:
         world.network.freeze(name)
-        await trio.sleep(_drawn(down_s, rng))
+        await trio.sleep(drawn(down_s, rng))
         world.network.thaw(name)
-        await trio.sleep(_drawn(up_s, rng))
+        await trio.sleep(drawn(up_s, rng))
 
 
 async def _cut(world: World, pairs: list[tuple[str, str]], hold: Hold) -> None:
@@ -324,7 +320,7 @@ async def _strike_world(world: World, fault: Fault, rng: random.Random, hold: Ho
                 machine.harm_ends()
         case faults.CoordinatorSlowLink(up=up):
             rates = world.spec.source_up_bytes_per_s, world.spec.source_down_bytes_per_s
-            slow = rates[0] * _drawn(up, rng)
+            slow = rates[0] * drawn(up, rng)
             world.network.set_rates(COORDINATOR, up_bytes_per_s=slow, down_bytes_per_s=rates[1])
             await hold()
             world.network.set_rates(COORDINATOR, up_bytes_per_s=rates[0], down_bytes_per_s=rates[1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +135,3 @@ def _check_promises(world: World, story: Story) -> None:
     if rate < checks.steps_per_s_min:
         detail = f"{rate:.3f} steps a second after healing, at least {checks.steps_per_s_min:g}"
         world.watch.breach(STATED_RATE, detail)
-
-
-def dumped(result: dict[str, Any]) -> str:
-    """Return a result as JSON text."""
-    return json.dumps(result, indent=2)

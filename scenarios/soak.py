@@ -34,6 +34,7 @@ import trio
 
 from echo2p2p.errors import ChildError
 from echo2p2p.net.process_memory import PROC, Memory, memory_of
+from scenarios.arguments import positive_time
 
 MB: Final = 1e6
 SAMPLE_S: Final = 5.0
@@ -333,7 +334,9 @@ def table(result: Mapping[str, Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a soak."""
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long (default: 20)")
+    parser.add_argument(
+        "--minutes", type=positive_time, default=20.0, help="how long (default: 20)"
+    )
     parser.add_argument("--real", action="store_true", help="train the demo's model, with torch")
     parser.add_argument("--folder", type=Path, help="keep logs and run here; must not exist")
     parser.add_argument("--seed", type=int, default=7, help="of whom is killed when (default: 7)")

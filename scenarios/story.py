@@ -18,7 +18,16 @@ from coordinator.config import Settings
 from echo2p2p.errors import ConfigError
 from peer.config import Cap, Section
 from scenarios.fake_engine import Lengths
-from scenarios.faults import AnyFault, Arrive, NotNegative, PeerFault, Range, Share, ShareRange
+from scenarios.faults import (
+    AnyFault,
+    Arrive,
+    NotNegative,
+    PeerFault,
+    Range,
+    Share,
+    ShareRange,
+    drawn,
+)
 from scenarios.machines import PeerSpec
 from scenarios.world import COORDINATOR, WorldSpec
 
@@ -184,7 +193,7 @@ class Story(Section):
         return WorldSpec(
             settings=self.coordinator(),
             peers=tuple(peers),
-            source_up_bytes_per_s=_drawn(world.source_up, rng),
+            source_up_bytes_per_s=drawn(world.source_up, rng),
             source_latency_s=world.source_latency_ms / 1000,
             learner_start_s=world.learner_start_s,
             learner_step_s=world.learner_step_s,
@@ -247,27 +256,22 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _drawn(ends: tuple[float, float], rng: random.Random) -> float:
-    """Return a value of the range, all alike."""
-    return ends[0] + (ends[1] - ends[0]) * rng.random()
-
-
 def _draw_peer(group: PeersSection, name: str, rng: random.Random) -> PeerSpec:
-    joins_s = None if isinstance(group.joins_s, str) else _drawn(group.joins_s, rng)
+    joins_s = None if isinstance(group.joins_s, str) else drawn(group.joins_s, rng)
     return PeerSpec(
         name=name,
-        up_bytes_per_s=_drawn(group.up, rng),
-        down_bytes_per_s=_drawn(group.down, rng),
-        latency_s=_drawn(group.latency_ms, rng) / 1000,
-        loss=_drawn(group.loss, rng),
-        start_s=_drawn(group.engine_start_s, rng),
-        load_s=_drawn(group.engine_load_s, rng),
-        seconds_per_token=_drawn(group.seconds_per_token, rng),
+        up_bytes_per_s=drawn(group.up, rng),
+        down_bytes_per_s=drawn(group.down, rng),
+        latency_s=drawn(group.latency_ms, rng) / 1000,
+        loss=drawn(group.loss, rng),
+        start_s=drawn(group.engine_start_s, rng),
+        load_s=drawn(group.engine_load_s, rng),
+        seconds_per_token=drawn(group.seconds_per_token, rng),
         leases_at_once=group.leases_at_once,
         lengths=Lengths(int(group.tokens[0]), int(group.tokens[1]), group.tokens_tail),
         nat=rng.random() < group.nat_share,
         clock_ahead_s=group.clock_ahead_s,
-        price_usd_per_hour=_drawn(group.price_usd_per_hour, rng),
+        price_usd_per_hour=drawn(group.price_usd_per_hour, rng),
         data_cap_per_day=group.data_cap_per_day,
         joins_s=joins_s,
     )

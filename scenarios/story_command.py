@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from echo2p2p.errors import ConfigError
 from echo2p2p.net.program import FAILED, OK, USAGE
 from scenarios import story_report, swarm
+from scenarios.arguments import positive_time
 from scenarios.play import play
 from scenarios.story import Story, load_story, shipped
 
@@ -28,7 +29,7 @@ def add_commands(commands: Commands) -> None:
     run.add_argument("name", help="a story's name, the path of a .toml file, or `demo`")
     run.add_argument("--seed", type=int, default=7, help="of everything random (default: 7)")
     run.add_argument("--trace", type=Path, help="write every event here, as JSON lines")
-    run.add_argument("--until", type=float, metavar="T", help="stop at this virtual second")
+    run.add_argument("--until", type=positive_time, metavar="T", help="stop at this virtual second")
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     run.add_argument("--folder", type=Path, default=Path("runs/demo"), help="of the demo")
     new = commands.add_parser("new", help="write a commented story to begin with")

@@ -16,6 +16,7 @@ import trio
 from echo2p2p.errors import ChildError
 from echo2p2p.net.program import FAILED, OK
 from scenarios import swarm
+from scenarios.arguments import positive
 from scenarios.play import play
 from scenarios.story_command import find_story
 
@@ -29,10 +30,10 @@ def add_command(commands: Commands) -> None:
     """Add ``swarm``."""
     about = "play many stories drawn from seeds"
     many = commands.add_parser("swarm", help=about, description=about)
-    many.add_argument("--seeds", type=int, default=100, help="how many (default: 100)")
+    many.add_argument("--seeds", type=positive, default=100, help="how many (default: 100)")
     many.add_argument("--first", type=int, default=1, help="the first seed (default: 1)")
-    many.add_argument("--step", type=int, default=1, help="from seed to seed (default: 1)")
-    many.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    many.add_argument("--step", type=positive, default=1, help="from seed to seed (default: 1)")
+    many.add_argument("--jobs", type=positive, default=1, help="processes (default: 1)")
     many.add_argument("--story", default=swarm.NAME, help="play this story instead")
     many.add_argument("--lines", action="store_true", help="print a JSON line a seed, no report")
     many.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -91,7 +92,7 @@ def _seeds(arguments: argparse.Namespace) -> range:
 
 def _shares(arguments: argparse.Namespace) -> Iterator[list[str]]:
     """Yield the command line of each process: every n-th seed."""
-    jobs, step = max(1, min(arguments.jobs, arguments.seeds)), arguments.step
+    jobs, step = min(arguments.jobs, arguments.seeds), arguments.step
     for number in range(jobs):
         words = {
             "--story": arguments.story,

@@ -31,6 +31,7 @@ from echo2p2p.net.system import SystemEntropy
 from echo2p2p.net.trust import JoinToken, run_key_from
 from echo2p2p.testing.system import SimEntropy
 from peer.coordinator_client import fetch_ca
+from scenarios.arguments import positive
 from scenarios.audit import Findings, Look
 from scenarios.record import Record
 from scenarios.torture_audit import audit
@@ -241,7 +242,7 @@ class Torture:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what the command line takes."""
-    parser.add_argument("--kills", type=int, default=100, help="how often (default: 100)")
+    parser.add_argument("--kills", type=positive, default=100, help="how often (default: 100)")
     parser.add_argument("--seed", type=int, default=1, help="of the moments (default: 1)")
     parser.add_argument("--folder", type=Path, help="of the run (default: a temporary one)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -227,3 +227,16 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+async def wait_gone(pid: int) -> None:
+    """Wait until no process has this id, or only a zombie."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        with trio.fail_after(10):
+            await trio.lowlevel.wait_readable(descriptor)
+    finally:
+        os.close(descriptor)

@@ -14,7 +14,7 @@ from echo2p2p.net import child as child_module
 from echo2p2p.net import child_worker
 from echo2p2p.net.child import ChildProcess
 from echo2p2p.net.process_memory import Memory, tree_memory
-from echo2p2p.testing.children import MODULE, make_child
+from echo2p2p.testing.children import MODULE, make_child, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -25,19 +25,6 @@ async def child():
     await subject.start()
     yield subject
     await subject.close()
-
-
-async def wait_gone(pid):
-    """Wait until no process has this id, or only a zombie."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        with trio.fail_after(10):
-            await trio.lowlevel.wait_readable(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @pytest.mark.parametrize("size", [0, 1, 3_000_000])

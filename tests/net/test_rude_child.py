@@ -1,13 +1,11 @@
 """Children that end badly, say too much, or say it by half; and what they leave behind."""
 
-import os
-
 import pytest
 import trio
 
 from echo2p2p.errors import ChildError
 from echo2p2p.net.child import CLOSE_S, GOODBYE_S
-from echo2p2p.testing.children import make_child
+from echo2p2p.testing.children import make_child, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -19,19 +17,6 @@ async def child():
     assert await subject.call("echo", b"x", bytes, timeout_s=20) == b"x"
     yield subject
     await subject.close()
-
-
-async def wait_gone(pid):
-    """Wait until no process has this id, or only a zombie."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        with trio.fail_after(10):
-            await trio.lowlevel.wait_readable(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 async def test_a_death_is_seen_at_once_though_a_grandchild_holds_all_that_was_open(child):

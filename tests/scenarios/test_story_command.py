@@ -102,6 +102,27 @@ def test_a_wrong_story_is_one_line_and_exit_code_2(tiny, tmp_path, capsys):
     assert "cannot write" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "steady", "--until", "-5"],
+        ["run", "steady", "--until", "nan"],
+        ["swarm", "--seeds", "0"],
+        ["swarm", "--jobs", "-1"],
+        ["swarm", "--step", "0"],
+        ["torture", "--kills", "0"],
+        ["soak", "--minutes", "0"],
+        ["bench", "delta", "--repeat", "0"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_is_done_zero_times_and_called_well(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "above 0" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_swarm_plays_seeds_in_processes_and_reports(tiny):
     command = [sys.executable, "-m", "scenarios", "swarm", "--story", str(tiny)]
