@@ -61,7 +61,7 @@ CREDENTIAL_PREFIX: Final = "e2c-"
 
 BACKDATED: Final = datetime.timedelta(days=1)
 """Leaves are valid from yesterday: some volunteers' clocks are wrong."""
-PEER_VALID: Final = datetime.timedelta(days=30)
+PEER_VALID: Final = datetime.timedelta(days=365)
 COORDINATOR_VALID: Final = datetime.timedelta(days=365)
 
 _PEER_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -246,7 +246,8 @@ class CertificateAuthority:
     def sign_peer(self, csr_pem: bytes, peer_id: PeerId, incarnation: Incarnation) -> bytes:
         """Return a leaf, PEM, for the key in the request; names in the request are ignored.
 
-        The leaf serves both ends of relay links. It is valid for 30 days from yesterday on.
+        The leaf serves both ends of relay links. It is valid for a year from yesterday on; what
+        ends earlier is membership, which every peer is told with its plan.
 
         Raises:
             RemoteProtocolError: Not a request, not P-256, or not signed by its own key.

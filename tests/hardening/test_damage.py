@@ -17,7 +17,7 @@ from coordinator.config import Settings
 from coordinator.schema import MIGRATIONS, DamagedRow, OpenLease, QueuedRow
 from echo2p2p.errors import StoreError
 from echo2p2p.ids import Incarnation, LeaseId, PeerId
-from echo2p2p.net.store import SqliteStore
+from echo2p2p.net.store import PAGE_BYTES, SqliteStore
 from echo2p2p.rollouts.ledger import Place
 from echo2p2p.rollouts.trajectory import Reason
 from echo2p2p.testing.clock import run_virtual
@@ -72,22 +72,22 @@ async def refused(path: Path) -> str:
 
 async def test_a_damaged_page_is_found_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
-    await fill(path, 60)
+    await fill(path, 240)
     whole = path.read_bytes()
     rng = random.Random(3)
-    pages = len(whole) // 4096
-    assert pages > 20
+    pages = len(whole) // PAGE_BYTES
+    assert pages > 10
     found = 0
     for page in range(pages):
         damaged = bytearray(whole)
-        damaged[page * 4096 : page * 4096 + 64] = rng.randbytes(64)
+        damaged[page * PAGE_BYTES : page * PAGE_BYTES + 64] = rng.randbytes(64)
         path.write_bytes(damaged)
         detail = await refused(path)
         assert "put a copy" in detail
         found += 1
     assert found == pages
     path.write_bytes(whole)
-    assert (await opened(path)).ledger.statistics().queued == 60 * LEASE.samples
+    assert (await opened(path)).ledger.statistics().queued == 240 * LEASE.samples
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.6, 0.99])
@@ -95,7 +95,7 @@ async def test_a_database_that_was_cut_short_is_found_at_the_start(
     tmp_path: Path, cut: float
 ) -> None:
     path = tmp_path / "run.sqlite"
-    await fill(path, 60)
+    await fill(path, 240)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * cut)])
     assert "damaged" in await refused(path)

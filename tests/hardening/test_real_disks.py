@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2p2p.net.store import PAGE_BYTES
 from echo2p2p.testing.live import (
     Live,
     LiveCoordinator,
@@ -214,7 +215,7 @@ def test_a_damaged_database_ends_the_start_in_one_line(processes: Processes) -> 
     stop_well(run)
     database = run.folder / "run.sqlite"
     content = bytearray(database.read_bytes())
-    content[4096 * 3 : 4096 * 3 + 100] = os.urandom(100)
+    content[PAGE_BYTES * 3 : PAGE_BYTES * 3 + 100] = os.urandom(100)
     database.write_bytes(content)
     one_line(begin_coordinator(processes), 1, "run.sqlite is damaged", "put a copy")
     database.write_bytes(b"SQLite format 2\0" + bytes(5000))

@@ -174,7 +174,7 @@ def test_a_peers_leaf_names_the_peer_whatever_its_request_says() -> None:
     assert leaf.subject.get_attributes_for_oid(NameOID.SERIAL_NUMBER)[0].value == "3"
     assert SERVER_NAME.encode() not in der_of(pem)
     assert leaf.not_valid_before_utc == NOW - timedelta(days=1)
-    assert leaf.not_valid_after_utc == NOW + timedelta(days=30)
+    assert leaf.not_valid_after_utc == NOW + timedelta(days=365)
     assert leaf.public_key() == key.public_key()
     leaf.verify_directly_issued_by(x509.load_pem_x509_certificate(run.certificate))
 
