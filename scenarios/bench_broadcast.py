@@ -34,6 +34,7 @@ from scenarios import (
     broadcast_virtual,
     namespaces,
 )
+from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import KINDS, plan_lines
 from scenarios.broadcast_rows import MB, Case, table
 
@@ -52,12 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", type=_count, nargs="+", default=[8], help="how many, one or several numbers"
     )
     parser.add_argument("--links", choices=KINDS, default="homogeneous", help="the peers' lines")
-    parser.add_argument("--rtt-ms", type=_amount, default=0.0, help="round trip; with --virtual")
+    parser.add_argument("--rtt-ms", type=_amount, default=0.0, help="round trip")
     parser.add_argument("--payload-mb", type=_megabytes, default=20.0, help="of 1,000,000 bytes")
     parser.add_argument("--runs", type=_count, default=1, help="the median counts (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of keys, payload and choices")
     parser.add_argument(
         "--systems", choices=(*OURS, *OTHERS), nargs="+", help="only these (default: all)"
+    )
+    parser.add_argument("--no-tls", action="store_true", help="relay links without TLS")
+    parser.add_argument(
+        "--fault",
+        choices=sorted(FAULTS),
+        metavar="FAULT",
+        default="",
+        help=f"go wrong in the middle, beside a run without: {', '.join(sorted(FAULTS))}",
     )
     parser.add_argument("--virtual", action="store_true", help="in virtual time, without root")
     parser.add_argument("--plot", type=Path, help="draw time against peers into this PNG file")
@@ -78,11 +87,17 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
             rtt_ms=arguments.rtt_ms,
             payload_bytes=int(arguments.payload_mb * MB),
             seed=arguments.seed,
+            tls=not (arguments.no_tls or arguments.virtual or lie_of(arguments.fault)),
+            fault=arguments.fault,
         )
         for peers in arguments.peers
     ]
-    wanted = arguments.systems or [*OURS, *OTHERS]
+    wanted = arguments.systems or ([*OURS, *OTHERS] if not arguments.fault else ["echo2p2p"])
     rows: list[dict[str, object]] = []
+    if arguments.fault and (arguments.virtual or wanted != ["echo2p2p"]):
+        raise ConfigError(
+            "--fault", "only for echo2p2p on namespaces; stories have them in virtual"
+        )
     if arguments.virtual:
         ours = [system for system in wanted if system in OURS]
         for case in cases:
@@ -121,10 +136,10 @@ def _check(cases: Sequence[Case]) -> None:
     if why is not None:
         raise EchoError(why)
     for case in cases:
-        if case.rtt_ms:
-            raise ConfigError(
-                "--rtt-ms", "only with --virtual: namespaces cannot hold packets back here"
-            )
+        if case.rtt_ms or case.fault == "flap":
+            why = namespaces.why_no_packets_held()
+            if why is not None:
+                raise ConfigError("--rtt-ms" if case.rtt_ms else "--fault", why)
         uplinks_mbit = sum(line.up_mbit for line in plan_lines(case.links, case.peers))
         if uplinks_mbit > namespaces.TOTAL_MBIT_MAX:
             detail = (

@@ -9,6 +9,7 @@ with a `Report`. When the input ends, so does the process.
 from __future__ import annotations
 
 import os
+import random
 import resource
 import sys
 import time  # noqa: TID251 - processes share no clock but the kernel's
@@ -22,13 +23,15 @@ import trio
 
 from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.ids import PeerId
-from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.ports import Endpoint, Streams
 from echo2p2p.net.program import OK, run_program
 from echo2p2p.net.relay import RelayNode
 from echo2p2p.net.tcp import TcpStreams
-from echo2p2p.testing.relays import Payload, RelayNet, wait_whole
+from echo2p2p.net.tls_streams import TlsStreams
+from echo2p2p.testing.relays import Payload, RelayNet, RunKeys, wait_whole
 from echo2p2p.weights.chunks import chunk_bytes_for
 from echo2p2p.wire.messages import Address, Neighbour
+from scenarios.lies import Lies, WatchedStreams
 from scenarios.one_to_many import OneToMany, receive_whole
 
 PORT: Final = 7000
@@ -52,6 +55,9 @@ class Role(msgspec.Struct, frozen=True):
     """Peers that it should be linked to, beside the source."""
     payload_bytes: int
     seed: int
+    tls: bool = False
+    lie: str = ""
+    """Of `scenarios.lies`, told from the start; not with ``tls``."""
 
     @property
     def name(self) -> str:
@@ -123,9 +129,13 @@ class RelayPart:
         self._role = role
         reachable = role.reachable[role.index]
         where = Endpoint(role.hosts[role.index], PORT) if reachable else None
-        self._net = RelayNet(
-            nursery, lambda _: TcpStreams(), listen=lambda _: where, seed=role.seed
-        )
+        streams: Streams = TcpStreams()
+        if role.tls:
+            streams = TlsStreams(streams, RunKeys(role.seed).leaf(role.name))
+        elif role.lie:
+            told = Lies(random.Random(role.seed), {role.lie})  # noqa: S311 - to be repeatable
+            streams = WatchedStreams(streams, told, lambda _: None)
+        self._net = RelayNet(nursery, lambda _: streams, listen=lambda _: where, seed=role.seed)
         self._payload = None if role.index else make_payload(self._net, role.payload_bytes)
 
     async def start(self) -> None:

@@ -20,6 +20,9 @@ class Case:
     rtt_ms: float
     payload_bytes: int
     seed: int = 0
+    tls: bool = False
+    fault: str = ""
+    """Of `scenarios.broadcast_faults`; each system then runs without it too."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Outcome:
     """What came of one broadcast."""
 
     finished_s: tuple[float, ...]
-    """When each peer had all of it, verified, in the order of the peers."""
+    """When each peer had all of it, verified, in the order of the peers that were not hit."""
     source_copies: float
     """Payloads that left the source's line until the last peer was done."""
     duplicate_share: float
@@ -39,6 +42,8 @@ class Outcome:
     down_bytes: tuple[int, ...] = ()
     redealt: int = 0
     """Chunks that the source gave to a second relay."""
+    hit_finished_s: tuple[float, ...] = ()
+    """The same of those that a fault hit and that recovered."""
 
     @property
     def last_s(self) -> float:
@@ -75,6 +80,12 @@ class Row:
     redealt: int = 0
     up_bytes: list[int] = field(default_factory=list)
     down_bytes: list[int] = field(default_factory=list)
+    tls: bool = False
+    fault: str = ""
+    times_faultless: float | None = None
+    """The time over that of the row without the fault."""
+    hit_last_s: float | None = None
+    """When the last of those had it that the fault had hit, if they recover."""
 
 
 def row_of(
@@ -111,6 +122,9 @@ def row_of(
         redealt=chosen.redealt,
         up_bytes=list(chosen.up_bytes),
         down_bytes=list(chosen.down_bytes),
+        tls=case.tls,
+        fault=case.fault,
+        hit_last_s=max(chosen.hit_finished_s, default=None),
     )
 
 
@@ -123,13 +137,23 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         if case != last:
             lines += [*([""] if lines else []), *_heading(row)]
             last = case
-        name = f"{row['system']} {row['settings']}".rstrip()
+        name = " ".join(str(row[key]) for key in ("system", "settings", "fault") if row[key])
         lines.append(
             f"  {name:<26}{row['last_s']:>9.2f} s{row['multiple']:>8.2f}"
             f"{row['source_copies']:>9.2f}{100 * _number(row['duplicate_share']):>12.1f} %"
-            f"{row['cpu_ms_per_mb']:>9.1f}"
+            f"{row['cpu_ms_per_mb']:>9.1f}{_beside(row)}"
         )
     return "\n".join(lines)
+
+
+def _beside(row: Mapping[str, object]) -> str:
+    """Return what is to be said of a fault."""
+    words = ""
+    if row["times_faultless"] is not None:
+        words += f"  {_number(row['times_faultless']):.2f} x without"
+    if row["hit_last_s"] is not None:
+        words += f", who was hit {_number(row['hit_last_s']):.2f} s"
+    return words
 
 
 def _heading(row: Mapping[str, object]) -> list[str]:
@@ -137,7 +161,8 @@ def _heading(row: Mapping[str, object]) -> list[str]:
     cut = f", of it by who can be dialled {row['cut_bound_s']:.2f} s" if row["cut_bound_s"] else ""
     delay = f", RTT {row['rtt_ms']:g} ms" if row["rtt_ms"] else ""
     return [
-        f"{row['peers']} peers, {row['links']} links{delay}, {size_mb:g} MB, {row['network']}: "
+        f"{row['peers']} peers, {row['links']} links{delay}, {size_mb:g} MB, {row['network']}"
+        f"{', TLS' if row['tls'] else ''}: "
         f"at least {row['bound_s']:.2f} s{cut}",
         f"  {'':<26}{'last peer':>11}{'x bound':>8}{'copies':>9}{'duplicates':>14}{'ms/MB':>9}",
     ]

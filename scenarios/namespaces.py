@@ -7,14 +7,18 @@ nothing can be left behind: all of it lives in network, mount and process namesp
 
 The queues are long (`QUEUE_BYTES`), as those of cheap routers are, and nothing is lost on the way.
 Peers that cannot be dialled sit on isolated ports of the bridge: they cannot reach each other.
-Not possible here: delay, for which kernels without netem need a packet queue in user space.
+Distance is a queue in user space at each machine's port (`scenarios.delay`), for kernels without
+netem; it takes ``iptables``, as do connections that are to break with a reset.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -23,6 +27,7 @@ import msgspec
 import trio
 
 from echo2p2p.errors import EchoError
+from scenarios import delay
 from scenarios.broadcast_links import Line
 
 WRAP: Final = (
@@ -33,6 +38,9 @@ WRAP: Final = (
 RUN: Final = Path("/run")
 """Covered with memory inside, because ``ip netns`` keeps its names there."""
 HUB: Final = "hub"
+BRIDGE: Final = "br0"
+ASIDE: Final = "br1"
+"""Whoever is on it reaches only others there."""
 PORT: Final = "e0"
 BURST_BYTES: Final = 65_536
 """Less is inexact: at 20 Mbit/s a timer's tick is worth 10 kB."""
@@ -71,6 +79,15 @@ def why_impossible() -> str | None:
     return f"no network namespaces here ({words[-1]}): use --virtual" if done.returncode else None
 
 
+def why_no_packets_held() -> str | None:
+    """Return why no machine can be made distant, nor connections be reset; ``None``: they can."""
+    if shutil.which("iptables") is None:
+        return "this takes iptables: apt-get install iptables"
+    done = _try([*WRAP, *delay.rule("lo")])
+    words = done.stderr.decode(errors="replace").strip().splitlines() or ["no words"]
+    return f"this kernel cannot hold packets back ({words[-1]})" if done.returncode else None
+
+
 def _try(command: list[str]) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, capture_output=True, check=False, timeout=20)  # noqa: S603 - our own words
 
@@ -97,17 +114,24 @@ def names_batch(count: int) -> str:
 
 def hub_batch(lines: Sequence[Line]) -> str:
     """Return what `ip` makes in the hub."""
-    made = ["link add br0 type bridge stp_state 0 forward_delay 0", "link set br0 up"]
+    made = []
+    for name in (BRIDGE, ASIDE):
+        made += [f"link add {name} type bridge stp_state 0 forward_delay 0", f"link set {name} up"]
     for index in range(len(lines)):
         made.append(f"link add h{index} type veth peer name {PORT} netns {name_of(index)}")
-        made.append(f"link set h{index} master br0 up")
+        made.append(f"link set h{index} master {BRIDGE} up")
     return "\n".join(made)
 
 
 def isolation_batch(lines: Sequence[Line]) -> str:
     """Return what `bridge` is told in the hub."""
     hidden = [index for index, line in enumerate(lines) if not line.reachable]
-    return "\n".join(f"link set dev h{index} isolated on" for index in hidden)
+    return "\n".join(map(isolation, hidden))
+
+
+def isolation(index: int) -> str:
+    """Return what hides a machine from others that are hidden."""
+    return f"link set dev h{index} isolated on"
 
 
 def machine_batch(index: int) -> str:
@@ -123,10 +147,10 @@ def machine_batch(index: int) -> str:
     )
 
 
-def shaping(device: str, mbit: float) -> str:
-    """Return what `tc` is told of one port."""
+def shaping(device: str, mbit: float, verb: str = "add") -> str:
+    """Return what `tc` is told of one port; ``verb`` is ``change`` if it was told before."""
     bucket = f"tbf rate {mbit:g}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
-    return f"qdisc add dev {device} root handle 1: {bucket}"
+    return f"qdisc {verb} dev {device} root handle 1: {bucket}"
 
 
 def sent_bytes(text: bytes) -> dict[str, int]:
@@ -166,6 +190,60 @@ class Machines:
         for index, line in enumerate(self._lines):
             await _run(["ip", "-n", name_of(index), "-batch", "-"], machine_batch(index))
             await _run(["tc", "-n", name_of(index), "-batch", "-"], shaping(PORT, line.up_mbit))
+
+    @asynccontextmanager
+    async def distant(self, one_way_s: float) -> AsyncIterator[None]:
+        """Make every packet arrive so much later while the context is open.
+
+        Raises:
+            EchoError: The kernel or the tools refused.
+        """
+        names = [name_of(index) for index in range(len(self._lines))]
+        for name in names:
+            await _run(["ip", "netns", "exec", name, *delay.rule(PORT)])
+        command = [sys.executable, "-P", "-m", "scenarios.delay", str(one_way_s), *names]
+        process = await trio.lowlevel.open_process(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            if not await process.stdout.receive_some():
+                raise EchoError("no packets can be held back; see above")
+            yield
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+
+    async def cut(self, index: int, *, aside: bool = False) -> None:
+        """Let nothing through to or from a machine, silently; ``aside``: but from others cut so."""
+        where = f"master {ASIDE}" if aside else "nomaster"
+        await _run(["ip", "-n", HUB, "link", "set", f"h{index}", *where.split()])
+
+    async def reshape(self, index: int, line: Line) -> None:
+        """Give a machine another line."""
+        down = shaping(f"h{index}", line.down_mbit, "change")
+        await _run(["tc", "-n", HUB, *down.split()])
+        await _run(["tc", "-n", name_of(index), *shaping(PORT, line.up_mbit, "change").split()])
+
+    async def reset_connections(self, index: int, *, for_s: float) -> None:
+        """Reset each connection on which a machine sends meanwhile."""
+        reject = ["OUTPUT", "-o", PORT, "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset"]
+        there = ["ip", "netns", "exec", name_of(index), "iptables", "-w"]
+        await _run([*there, "-A", *reject])
+        try:
+            await trio.sleep(for_s)
+        finally:
+            with trio.CancelScope(shield=True):
+                await _run([*there, "-D", *reject])
+
+    async def heal(self, index: int) -> None:
+        """Undo `cut` and `reshape`."""
+        line = self._lines[index]
+        await _run(["ip", "-n", HUB, "link", "set", f"h{index}", "master", BRIDGE])
+        if not line.reachable:
+            await _run(["bridge", "-n", HUB, *isolation(index).split()])
+        await self.reshape(index, line)
 
     async def counters(self) -> list[Counters]:
         """Return each machine's."""

@@ -9,7 +9,8 @@ by the announcements of others: whoever announces a chunk that was dealt to it g
 not, through its uplink. So a slow or congested relay loses share at once, and a silent one keeps
 next to none.
 
-A chunk that no second peer announced in time, or whose relay left, is dealt to another. When all
+A chunk that does not leave, or that no second peer announced in time, or whose relay left, is dealt
+to another. When all
 relays are behind, the source makes copies in their stead, so that a fast source helps slow relays
 as far as they need it. Requests are served when nobody else can, when the relay in charge is
 behind, or when the requester insists. (The design's budget, S* = u_s T* / F copies, is not used:
@@ -44,6 +45,11 @@ DEALS_AT_WORK: Final = 2
 """A relay's oldest chunks, which it is passing on: never too many, and left to it."""
 
 REDEAL_MIN_S: Final = 1.0
+STUCK_TIMES: Final = 4.0
+"""A chunk that takes so many times longer than others to leave, and `REDEAL_MIN_S`, is stuck: its
+link is dead, and nobody has noticed yet, or its receiver hardly reads."""
+LEAVE_SHARE: Final = 0.2
+"""Of the newest chunk in the mean time to leave."""
 POLL_S: Final = 0.25
 EVEN_S: Final = 0.1
 """Relays whose work differs by less are as good as each other."""
@@ -110,6 +116,7 @@ class _Deal:
     relay: PeerId
     owed: int
     """Copies that the relay still has to make."""
+    dealt_s: float
     sent_s: float | None = None
     """When it left; ``None`` while it waits for the link."""
     spread: bool = False
@@ -157,6 +164,7 @@ class Dealer:
         self._promised: dict[int, tuple[PeerId, float]] = {}
         self._refused: set[tuple[PeerId, int]] = set()
         self._next_check_s = float("inf")
+        self._leave_s = 0.0
         self.redealt = 0
 
     # --- relays come and go -------------------------------------------------------------------
@@ -248,7 +256,8 @@ class Dealer:
             state.deals[index] = None
             state.dealt += 1
             state.latest, state.latest_s = index, now
-            self._deals[index] = _Deal(relay, copies)
+            self._deals[index] = _Deal(relay, copies, now)
+            self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
             return relay, index
         return None
 
@@ -342,6 +351,7 @@ class Dealer:
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
         deal.sent_s = now
+        self._leave_s += LEAVE_SHARE * (now - deal.dealt_s - self._leave_s)
         if deal.owed <= 0:
             self._settle(index, deal)
             return
@@ -388,7 +398,7 @@ class Dealer:
         return self._next_check_s
 
     def on_time(self, now: float) -> None:
-        """Take back what relays did not pass on in time."""
+        """Take back what did not leave, or was not passed on, in time."""
         if now < self._next_check_s:
             return
         backlogs = {relay: state.owed for relay, state in self._relays.items()}
@@ -396,9 +406,12 @@ class Dealer:
             self._rates.of(relay).tick(now)
         for index, deal in list(self._deals.items()):
             if deal.sent_s is None:
-                continue
-            work_s = backlogs[deal.relay] * self._chunk_bytes / self._rates.patient(deal.relay)
-            if now - deal.sent_s <= max(REDEAL_MIN_S, 2 * work_s):
+                since_s, patience_s = deal.dealt_s, STUCK_TIMES * self._leave_s
+            else:
+                rate = self._rates.patient(deal.relay)
+                since_s = deal.sent_s
+                patience_s = 2 * backlogs[deal.relay] * self._chunk_bytes / rate
+            if now - since_s <= max(REDEAL_MIN_S, patience_s):
                 continue
             self._settle(index, deal)
             self._tried.setdefault(index, set()).add(deal.relay)
@@ -406,8 +419,7 @@ class Dealer:
                 self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
                 self._undealt.appendleft(index)
                 self.redealt += 1
-        waiting = any(deal.sent_s is not None for deal in self._deals.values())
-        self._next_check_s = now + POLL_S if waiting else float("inf")
+        self._next_check_s = now + POLL_S if self._deals else float("inf")
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -236,6 +236,7 @@ class Connections:
         start_s = trio.current_time()
         try:
             if refusal is not None:
+                session.ended.set()  # what it has sent right behind its proof is not heard
                 link.close(refusal)
             await self._run(session)
         finally:

@@ -175,6 +175,38 @@ def test_a_chunk_without_a_second_holder_is_dealt_to_another():
     assert deals.dealer.redealt == 1
 
 
+def test_a_chunk_that_does_not_leave_is_dealt_to_another():
+    deals = Deals(count=3)
+    relay, index = deals.dealer.deal(list("abc"), deals.known, None, 0.0)
+    deals.known[relay].add(index)
+    for now in (0.5, REDEAL_MIN_S):
+        assert deals.dealer.next_deadline() <= now or now < REDEAL_MIN_S
+        deals.dealer.on_time(now)
+        assert deals.dealer.redealt == 0
+    deals.dealer.on_time(REDEAL_MIN_S + 0.3)
+    assert deals.dealer.redealt == 1
+    other, again = deals.deal(REDEAL_MIN_S + 0.3)
+    assert again == index
+    assert other != relay
+    deals.dealer.sent(relay, index, 9.0)  # it has left after all: nobody minds
+    deals.dealer.announced(relay, index, 9.0)
+
+
+def test_where_all_chunks_take_long_to_leave_none_is_stuck():
+    deals = Deals(count=200)
+    now = 0.0
+    for _ in range(40):
+        relay, index = deals.dealer.deal(list("abc"), deals.known, 0, now)
+        deals.known[relay].add(index)
+        now += 0.9
+        deals.dealer.sent(relay, index, now)
+    relay, index = deals.dealer.deal(list("abc"), deals.known, 0, now)
+    deals.dealer.on_time(now + 3.0)
+    assert deals.dealer.redealt == 0
+    deals.dealer.on_time(now + 4.0)
+    assert deals.dealer.redealt == 1
+
+
 def test_a_chunk_with_a_second_holder_is_not_dealt_again():
     deals = Deals(count=2)
     relay, index = deals.deal(0.0)

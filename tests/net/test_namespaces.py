@@ -15,6 +15,7 @@ PEERS = 4
 PAYLOAD_MB = 0.6
 COMMAND = (sys.executable, "-P", "-m", "scenarios", "bench", "broadcast", "--json")
 WHY = namespaces.why_impossible()
+DISTANT = WHY or namespaces.why_no_packets_held()
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY is not None, reason=str(WHY))]
 
@@ -62,6 +63,47 @@ def test_a_payload_leaves_the_source_about_once_by_the_kernels_account(links):
     assert unicast["bound_s"] == ours["bound_s"]
     assert ours["last_s"] > 0.9 * ours["bound_s"]  # less: the lines are not what they should be
     assert unicast["last_s"] > 0.9 * PEERS * ours["bound_s"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "recovers"),
+    [
+        ("kill", False),
+        ("cut", False),
+        ("freeze", False),
+        ("throttle", False),
+        ("partition", True),
+        ("source-restart", True),
+        ("lie:corrupt", False),
+    ],
+)
+def test_a_fault_in_the_middle_leaves_everybody_else_whole(fault, recovers):
+    """The command fails if a peer that was not hit, or that recovered, never has the payload."""
+    words = ("--peers", "5", "--payload-mb", "2", "--fault", fault)
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    without, hit = json.loads(done.stdout)
+    assert [without["fault"], hit["fault"]] == ["", fault]
+    assert hit["times_faultless"] == pytest.approx(hit["last_s"] / without["last_s"], rel=0.01)
+    assert (hit["hit_last_s"] is not None) == (fault == "partition")
+    assert without["tls"] == hit["tls"] == (not fault.startswith("lie:"))
+    assert recovers or sum(count > 2e6 for count in hit["down_bytes"][1:]) >= 4
+    assert hit["source_copies"] < 3
+
+
+@pytest.mark.skipif(DISTANT is not None, reason=str(DISTANT))
+def test_machines_can_be_far_from_each_other_and_their_connections_be_reset():
+    words = ("--peers", "3", "--payload-mb", "1.5", "--rtt-ms", "150", "--fault", "flap")
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    without, flapping = json.loads(done.stdout)
+    # One way for the source's chunks, another for a relay's.
+    assert without["last_s"] > without["bound_s"] + 0.15
+    assert flapping["hit_last_s"] is not None
 
 
 def test_kill_9_leaves_nothing_behind():

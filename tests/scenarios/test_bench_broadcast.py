@@ -3,12 +3,14 @@ import importlib.util
 import itertools
 import json
 import os
+from dataclasses import asdict, replace
 
 import pytest
 
 from echo2p2p.errors import ConfigError, EchoError
 from echo2p2p.ids import PeerId
 from scenarios import bench_broadcast, broadcast_plot, namespaces
+from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import (
     BYTES_PER_MBIT,
     GOODPUT,
@@ -121,6 +123,8 @@ def test_each_line_is_shaped_at_both_ends():
         "netns add n1",
     ]
     assert "congctl cubic" in namespaces.machine_batch(1)
+    changed = namespaces.shaping("e0", 1, "change")
+    assert changed.startswith("qdisc change dev e0 root handle 1: tbf rate 1mbit")
     addresses = {namespaces.address_of(index) for index in range(1000)}
     assert len(addresses) == 1000
 
@@ -149,6 +153,26 @@ def test_libtorrent_is_left_out_with_a_word_where_it_is_missing(monkeypatch, cap
     assert "left out" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert bench_broadcast.systems_of(["libtorrent"]) == [("libtorrent", one) for one in SETTINGS]
+
+
+def test_a_fault_is_told_beside_its_row():
+    case = Case(peers=2, links="mixed", rtt_ms=0.0, payload_bytes=2 * MB, fault="flap")
+    outcome = Outcome((1.0,), 1.0, 0.0, 0.4, hit_finished_s=(3.0, 2.0))
+    row = row_of("echo2p2p", "", "namespaces", case, Bound(2.0, 1.0), [outcome])
+    assert (row.last_s, row.hit_last_s) == (1.0, 3.0)
+    text = table([asdict(replace(row, times_faultless=1.25))])
+    assert "echo2p2p flap" in text
+    assert "1.25 x without, who was hit 3.00 s" in text
+
+
+@pytest.mark.parametrize("peers", [1, 2, 5, 16])
+def test_faults_hit_a_fifth_of_the_peers_and_never_the_source(peers):
+    for name, fault in FAULTS.items():
+        hit = fault.hits(peers)
+        assert set(hit) <= set(range(1, peers + 1)), name
+    assert len(FAULTS["kill"].hits(peers)) == max(1, round(peers / 5))
+    assert lie_of("lie:corrupt") == "corrupt"
+    assert lie_of("kill") == ""
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -194,10 +218,17 @@ async def test_without_root_one_line_says_so(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "detail"),
-    [(("--rtt-ms", "20"), "only with --virtual"), (("--peers", "64"), "take fewer")],
+    [
+        (("--rtt-ms", "20"), "apt-get install iptables"),
+        (("--fault", "flap"), "apt-get install iptables"),
+        (("--peers", "64"), "take fewer"),
+        (("--fault", "kill", "--virtual"), "only for echo2p2p"),
+        (("--fault", "kill", "--systems", "libtorrent"), "only for echo2p2p"),
+    ],
 )
 async def test_what_namespaces_cannot_do_is_refused(monkeypatch, words, detail):
     monkeypatch.setattr(namespaces, "why_impossible", lambda: None)
+    monkeypatch.setattr(namespaces.shutil, "which", lambda _: None)
     with pytest.raises(ConfigError, match=detail):
         await bench_broadcast.run(arguments(*words))
 
