@@ -20,7 +20,7 @@ from scenarios.broadcast_links import Line
 BEGINS: Final = 0.4
 HIT_SHARE: Final = 0.2
 SLOWED_BY: Final = 20.0
-FLAP_EVERY_S: Final = 2.0
+FLAP_EVERY_S: Final = 4.0
 FLAP_FOR_S: Final = 0.3
 PARTITION: Final = 0.5
 """Of the least possible time."""

@@ -12,8 +12,9 @@ class RedialSettings:
 
     first_s: float = 0.25
     longest_s: float = 30.0
-    settled_s: float = 10.0
-    """A link that lived so long starts the back-off afresh."""
+    settled_s: float = 1.0
+    """A link that lived so long starts the back-off afresh: it carried something, and a line that
+    breaks every few seconds is worth little more waiting. Refusals take a round trip."""
     quarantine_s: float = 120.0
     """After a violation or a bad chunk."""
     quarantine_source_s: float = 5.0

@@ -14,6 +14,12 @@ def test_pauses_double_up_to_the_longest_with_jitter():
         assert whole / 2 <= backoff.wait_s(lived_s=None) <= whole
 
 
+def test_a_line_that_breaks_every_few_seconds_is_not_waited_for_longer_and_longer():
+    backoff = Backoff(RedialSettings(), random.Random(0))
+    assert max(backoff.wait_s(lived_s=1.5) for _ in range(50)) <= 0.25
+    assert max(backoff.wait_s(lived_s=0.6) for _ in range(50)) > 10
+
+
 def test_only_a_link_that_lived_long_starts_afresh():
     backoff = Backoff(SETTINGS, random.Random(0))
     for _ in range(5):
