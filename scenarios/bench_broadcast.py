@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -151,24 +150,9 @@ def _check(cases: Sequence[Case]) -> None:
 
 async def _in_namespaces(work: broadcast_lab.Work) -> list[dict[str, object]]:
     """Run `scenarios.broadcast_lab`; its end is the end of everything that it built."""
-    command = [*namespaces.WRAP, sys.executable, "-P", "-m", "scenarios.broadcast_lab"]
-    process = await trio.lowlevel.open_process(
-        [*command, msgspec.json.encode(work).decode()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+    printed = await namespaces.run_inside(
+        "scenarios.broadcast_lab", msgspec.json.encode(work).decode()
     )
-    printed = b""
-    try:
-        assert process.stdout is not None
-        while data := await process.stdout.receive_some():
-            printed += data
-        code = await process.wait()
-    finally:
-        with trio.CancelScope(shield=True):
-            process.kill()
-            await process.wait()
-    if code:
-        raise EchoError(f"the test-bed ended with exit code {code}; see above")
     return [msgspec.json.decode(line, type=dict[str, object]) for line in printed.splitlines()]
 
 

@@ -7,7 +7,6 @@ input, which its parent holds open, is the end of all machines.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Final, TypeVar
 
 import msgspec
@@ -180,8 +178,8 @@ class Bench:
         await self._machines.build()
         async with AsyncExitStack() as stack:
             if self._case.rtt_ms:
-                one_way_s = self._case.rtt_ms * MS / 2
-                await stack.enter_async_context(self._machines.distant(one_way_s))
+                each_s = [self._case.rtt_ms * MS / 2] * len(self._lines)
+                await stack.enter_async_context(self._machines.distant(each_s))
             yield
 
     async def broadcast(self, system: str, settings: str, seed: int, fault_name: str) -> Outcome:
@@ -324,17 +322,6 @@ async def _all(questions: Sequence[Awaitable[T]]) -> list[T]:
     return [answers[place] for place in range(len(questions))]
 
 
-def end_with_parent() -> None:
-    """End this process, and with it every machine, when standard input ends."""
-
-    def watch() -> None:
-        while os.read(0, 1024):
-            pass
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
-
-
 async def measure(work: Work) -> int:
     """Print a row for each system, and tell of each run on standard error."""
     case = work.case
@@ -372,5 +359,5 @@ async def measure(work: Work) -> int:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    namespaces.end_with_parent()
     sys.exit(run_program(partial(measure, msgspec.json.decode(sys.argv[1], type=Work))))

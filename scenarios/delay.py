@@ -4,9 +4,9 @@ Each machine's arriving packets go to a netfilter queue (NFQUEUE), where the ker
 process gets their numbers only, and lets them go when their time is up. So every packet is late by
 ``one_way_s`` when it arrives, and a round trip by twice that. Nothing is lost or overtaken.
 
-Run as ``python -m scenarios.delay SECONDS NAMESPACE ...``; it prints one line when all queues are
-bound, and ends when its standard input does. If it dies, packets are lost from then on: nobody
-takes a short round trip for a long one.
+Run as ``python -m scenarios.delay NAMESPACE=SECONDS ...``; it prints one line when all queues are
+bound, takes other delays as such words, one a line, on standard input, and ends when that does. If
+it dies, packets are lost from then on: nobody takes a short round trip for a long one.
 
 The messages are those of Linux's ``nfnetlink_queue.h``: a netlink header, a netfilter header, then
 attributes of length, type and value.
@@ -88,7 +88,8 @@ class Queue:
 
     def __init__(self, namespace: str, one_way_s: float) -> None:
         _enter(namespace)
-        self._one_way_s = one_way_s
+        self.namespace = namespace
+        self.one_way_s = one_way_s
         self._held: deque[tuple[float, int]] = deque()
         self.socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_NETFILTER)
         self.socket.bind((0, 0))
@@ -118,7 +119,7 @@ class Queue:
             except BlockingIOError:
                 return
             if number is not None:
-                self._held.append((now_s + self._one_way_s, number))
+                self._held.append((now_s + self.one_way_s, number))
 
     def release(self, now_s: float) -> None:
         """Let go all whose time is up, in one message: the last one's number means all before."""
@@ -137,16 +138,27 @@ def _enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"setns {namespace}")
 
 
-def serve(queues: Sequence[Queue], stop: int) -> None:
-    """Hold packets until the file descriptor ``stop`` ends."""
+def parse(word: str) -> tuple[str, float]:
+    """Return a namespace and its delay, one way, in seconds."""
+    name, _, seconds = word.partition("=")
+    return name, float(seconds)
+
+
+def serve(queues: Sequence[Queue], orders: int) -> None:
+    """Hold packets until the file descriptor ``orders`` ends."""
     by_number = {queue.socket.fileno(): queue for queue in queues}
+    by_name = {queue.namespace: queue for queue in queues}
     with select.epoll() as poll:
-        for number in (stop, *by_number):
+        for number in (orders, *by_number):
             poll.register(number, select.EPOLLIN)
         while True:
             ready = dict(poll.poll(_patience_s(queues)))
-            if stop in ready and not os.read(stop, 4096):
-                return
+            if orders in ready:
+                words = os.read(orders, 4096).decode().split()
+                if not words:
+                    return
+                for name, one_way_s in map(parse, words):
+                    by_name[name].one_way_s = one_way_s
             for number in ready.keys() & by_number.keys():
                 by_number[number].read(time.monotonic())
             now_s = time.monotonic()
@@ -162,8 +174,7 @@ def _patience_s(queues: Sequence[Queue]) -> float | None:
 
 def main(words: Sequence[str]) -> int:
     """Delay what arrives in these namespaces."""
-    one_way_s, *namespaces = words
-    queues = [Queue(namespace, float(one_way_s)) for namespace in namespaces]
+    queues = [Queue(name, one_way_s) for name, one_way_s in map(parse, words)]
     print("ready", flush=True)
     serve(queues, sys.stdin.fileno())
     return 0

@@ -154,11 +154,7 @@ def coordinator_machine(
 
     @asynccontextmanager
     async def machine(settings: Settings, journal: Journal) -> AsyncIterator[CoordinatorPorts]:
-        model = Path(settings.model.path)
-        with guard_disk(f"write {model}"):
-            model.mkdir(parents=True, exist_ok=True)
-            for name in MODEL_FILES:
-                (model / name).write_text("{}\n", encoding="utf-8")
+        make_model(Path(settings.model.path))
         async with open_coordinator(settings, journal) as ports:
             yield replace(
                 ports,
@@ -168,6 +164,18 @@ def coordinator_machine(
             )
 
     return machine
+
+
+def make_model(folder: Path) -> None:
+    """Make what passes for a model's folder.
+
+    Raises:
+        StoreError: The disk refused.
+    """
+    with guard_disk(f"write {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in MODEL_FILES:
+            (folder / name).write_text("{}\n", encoding="utf-8")
 
 
 def _learner(fakes: Fakes) -> FakeLearner:

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Final
 
 import msgspec
@@ -166,6 +167,56 @@ def sent_bytes(text: bytes) -> dict[str, int]:
     return {one.dev: one.bytes for one in found if one.kind == "tbf"}
 
 
+async def run_inside(module: str, text: str) -> bytes:
+    """Run ``python -m module text`` as the first process of a test-bed; return what it prints.
+
+    Its end is the end of everything that it built; so is ours, as it watches its standard input
+    (`end_with_parent`).
+
+    Raises:
+        EchoError: It failed; its own words are on standard error.
+    """
+    command = [*WRAP, sys.executable, "-P", "-m", module, text]
+    process = await trio.lowlevel.open_process(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    printed = b""
+    try:
+        assert process.stdout is not None
+        while data := await process.stdout.receive_some():
+            printed += data
+        code = await process.wait()
+    finally:
+        with trio.CancelScope(shield=True):
+            process.kill()
+            await process.wait()
+    if code:
+        raise EchoError(f"the test-bed ended with exit code {code}; see above")
+    return printed
+
+
+def end_with_parent() -> None:
+    """End this process, and with it every machine, when standard input ends."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
+class Distance:
+    """How late packets arrive, while `scenarios.delay` runs and reads ``orders``."""
+
+    def __init__(self, orders: int) -> None:
+        self._orders = orders
+
+    def set(self, index: int, one_way_s: float) -> None:
+        """Change it for one machine."""
+        os.write(self._orders, f"{name_of(index)}={one_way_s!r}\n".encode())
+
+
 class Machines:
     """The machines with these lines; only inside of `WRAP`."""
 
@@ -192,25 +243,26 @@ class Machines:
             await _run(["tc", "-n", name_of(index), "-batch", "-"], shaping(PORT, line.up_mbit))
 
     @asynccontextmanager
-    async def distant(self, one_way_s: float) -> AsyncIterator[None]:
-        """Make every packet arrive so much later while the context is open.
+    async def distant(self, one_way_s: Sequence[float]) -> AsyncIterator[Distance]:
+        """Make packets arrive so much later at each machine while the context is open.
 
         Raises:
             EchoError: The kernel or the tools refused.
         """
-        names = [name_of(index) for index in range(len(self._lines))]
-        for name in names:
-            await _run(["ip", "netns", "exec", name, *delay.rule(PORT)])
-        command = [sys.executable, "-P", "-m", "scenarios.delay", str(one_way_s), *names]
-        process = await trio.lowlevel.open_process(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        for index in range(len(self._lines)):
+            await _run(inside(index, delay.rule(PORT)))
+        words = [f"{name_of(index)}={each!r}" for index, each in enumerate(one_way_s)]
+        command = [sys.executable, "-P", "-m", "scenarios.delay", *words]
+        theirs, ours = os.pipe()
+        process = await trio.lowlevel.open_process(command, stdin=theirs, stdout=subprocess.PIPE)
+        os.close(theirs)
         try:
             assert process.stdout is not None
             if not await process.stdout.receive_some():
                 raise EchoError("no packets can be held back; see above")
-            yield
+            yield Distance(ours)
         finally:
+            os.close(ours)
             process.kill()
             with trio.CancelScope(shield=True):
                 await process.wait()

@@ -81,14 +81,14 @@ def play(name: str, story: Story, seed: int, *, until_s: float | None = None) ->
         with trio.move_on_at(float("inf") if until_s is None else until_s) as scope:
             await world.run(Nemesis(story, rngs).run)
         if not scope.cancelled_caught:
-            _check_promises(world, story)
+            check_promises(world, story)
 
     problem: list[str] = []
     try:
         with _rare_collections():
             run_virtual(main, seed=seed, tick_s=TICK_S)
     except (EchoError, BaseExceptionGroup) as error:
-        problem.append(f"{ENDS_WELL}: {_told(error)}")
+        problem.append(f"{ENDS_WELL}: {told(error)}")
     world = worlds[0]
     more = [f"and {world.watch.breaches_more} more"] if world.watch.breaches_more else []
     return Played(name, seed, world, [*world.breaches, *more, *problem], until_s)
@@ -108,14 +108,14 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """Return the first error inside a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
 
 
-def _check_promises(world: World, story: Story) -> None:
+def check_promises(world: World, story: Story) -> None:
     """Compare with what this story promises beyond what always holds."""
     checks, summary = story.checks, world.summary
     if summary is None:

@@ -39,11 +39,22 @@ class Record:
     def decided(self, lease_id: str, samples: int, reply: UploadReply) -> None:
         """Note an answer; a later one must not contradict it."""
         outcome = reply.outcome
-        reason = outcome.reason or ""
-        self.duplicates += reply.duplicate
-        if not outcome.accepted:
+        self.told(
+            lease_id,
+            samples,
+            accepted=outcome.accepted,
+            reason=outcome.reason or "",
+            duplicate=reply.duplicate,
+        )
+
+    def told(
+        self, lease_id: str, samples: int, *, accepted: bool, reason: str, duplicate: bool
+    ) -> None:
+        """Note what an answer said."""
+        self.duplicates += duplicate
+        if not accepted:
             self.reasons.add(reason)
-        if outcome.accepted:
+        if accepted:
             self.acknowledged.setdefault(lease_id, samples)
             if lease_id in self.refused:
                 self.problems.append(f"lease {lease_id[:8]} was refused and then accepted")

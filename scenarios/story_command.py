@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from echo2p2p.errors import ConfigError
-from echo2p2p.net.program import FAILED, OK, USAGE
+from echo2p2p.net.program import FAILED, OK, USAGE, run_program
 from scenarios import story_report, swarm
 from scenarios.arguments import positive_time
+from scenarios.live_lab import play_live
 from scenarios.play import play
 from scenarios.story import Story, load_story, shipped
 
@@ -30,6 +32,9 @@ def add_commands(commands: Commands) -> None:
     run.add_argument("--seed", type=int, default=7, help="of everything random (default: 7)")
     run.add_argument("--trace", type=Path, help="write every event here, as JSON lines")
     run.add_argument("--until", type=positive_time, metavar="T", help="stop at this virtual second")
+    run.add_argument(
+        "--live", action="store_true", help="with real processes on shaped lines (root)"
+    )
     run.add_argument("--json", action="store_true", help="print the result as JSON")
     run.add_argument("--folder", type=Path, default=Path("runs/demo"), help="of the demo")
     new = commands.add_parser("new", help="write a commented story to begin with")
@@ -61,6 +66,8 @@ def run_story(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
+    if arguments.live:
+        return run_program(partial(_run_live, arguments, story))
     played = play(arguments.name, story, arguments.seed, until_s=arguments.until)
     if arguments.trace is not None:
         try:
@@ -71,6 +78,14 @@ def run_story(arguments: argparse.Namespace) -> int:
     result = played.result()
     print(json.dumps(result, indent=2) if arguments.json else story_report.table(result))
     return OK if played.held else FAILED
+
+
+async def _run_live(arguments: argparse.Namespace, story: Story) -> int:
+    if arguments.until is not None:
+        raise ConfigError("--until", "only without --live")
+    result = await play_live(arguments.name, story, arguments.seed, arguments.trace)
+    print(json.dumps(result, indent=2) if arguments.json else story_report.table(result))
+    return OK if result["held"] else FAILED
 
 
 def new_story(arguments: argparse.Namespace) -> int:

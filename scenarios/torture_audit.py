@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from echo2p2p.net.ports import Rows
-from scenarios.audit import History, Look, audit_rows, surviving
+from scenarios.audit import Look, audit_rows, surviving
 from scenarios.record import Record
 
 DATABASE: Final = "run.sqlite"
@@ -31,13 +31,14 @@ def audit(run: Path, scratch: Path, record: Record, *, groups_per_step: int) -> 
         record: What the clients know.
         groups_per_step: Of a batch.
     """
-    with _copy(run, scratch) as rows:
-        history = _history(run / "train.jsonl")
+    with copied(run, scratch) as rows:
+        history = surviving(entries(run / "train.jsonl"))
         return audit_rows(rows, history, record, groups_per_step=groups_per_step)
 
 
 @contextlib.contextmanager
-def _copy(run: Path, scratch: Path) -> Iterator[Rows]:
+def copied(run: Path, scratch: Path) -> Iterator[Rows]:
+    """Open a copy of a dead coordinator's database, made in ``scratch``, which is emptied first."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     for name in (DATABASE, f"{DATABASE}-wal"):
@@ -50,16 +51,16 @@ def _copy(run: Path, scratch: Path) -> Iterator[Rows]:
         connection.close()
 
 
-def _history(log: Path) -> History:
-    """Return the steps that no restart has taken back, with their samples."""
-    entries: list[tuple[str, int, list[str]]] = []
+def entries(log: Path) -> list[tuple[str, int, list[str]]]:
+    """Return a learner's starts and steps, the latter with their samples."""
+    found: list[tuple[str, int, list[str]]] = []
     text = log.read_text(encoding="utf-8") if log.exists() else ""
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             break  # it was killed in the middle of the line
         entry = json.loads(line)
         if "start" in entry:
-            entries.append(("start", entry["start"], []))
+            found.append(("start", entry["start"], []))
         else:
-            entries.append(("step", entry["step"], entry["samples"]))
-    return surviving(entries)
+            found.append(("step", entry["step"], entry["samples"]))
+    return found

@@ -10,9 +10,10 @@ well is for the checkers (`scenarios.watch`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from coordinator.config import Settings
 from coordinator.schema import MIGRATIONS
 from echo2p2p.errors import EchoError
 from echo2p2p.ids import PeerId
+from echo2p2p.net.ports import Rows
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.http import SimHttp
@@ -199,7 +201,13 @@ class World:
                     while any(machine.running for machine in self.machines.values()):
                         await self._over.park()
             nursery.cancel_scope.cancel()
-        self.watch.look_back(self.disk.look(STORE))
+        with self._rows() as rows:
+            self.watch.look_back(rows)
+
+    @contextlib.contextmanager
+    def _rows(self) -> Iterator[Rows]:
+        """Give what the coordinator's disk holds."""
+        yield self.disk.look(STORE)
 
     async def _start_later(self, name: str, at_s: float) -> None:
         await trio.sleep_until(at_s)

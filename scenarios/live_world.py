@@ -1,0 +1,420 @@
+"""A story's world of real processes, on machines that are network namespaces.
+
+It is a `World` whose orders are done for real: a crash is ``kill -9``, a freeze SIGSTOP, a full
+disk a small file system that is filled, cuts and lines are the kernel's (`scenarios.live_network`).
+Faults of the inside go to each process through a file (`scenarios.live_node`). The checkers are the
+same and look from outside: they are shown the lines that every process writes into its journal,
+and in the end the store, the clients' record and the learner's own log.
+
+What only the inside knows is not looked at: how full each queue is, and the bytes of each chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+import trio
+
+from coordinator.app import Opened
+from echo2p2p.errors import ChildError, EchoError
+from echo2p2p.net.ports import Rows
+from echo2p2p.wire.messages import Address
+from scenarios import live_node, namespaces, torture_audit
+from scenarios.broadcast_links import BYTES_PER_MBIT, Line
+from scenarios.fake_engine import FakeEngine
+from scenarios.fake_learner import FakeLearner
+from scenarios.live_network import LiveNetwork
+from scenarios.machines import Machine
+from scenarios.parts import Pace
+from scenarios.world import COORDINATOR, RELAY_PORT, World, WorldSpec
+
+PORT: Final = 7070
+TELL_EVERY_S: Final = 0.1
+DISK_BYTES: Final = 512 << 20
+"""Of a machine, in memory, as used."""
+EVENTS: Final = "events.jsonl"
+FILLER: Final = "filler"
+SECRETS: Final = frozenset({"timestamp", "level", "event"})
+
+
+class _SignalledPace(Pace):
+    """A pace that stops a process."""
+
+    def __init__(self, send: Callable[[signal.Signals], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._send(signal.SIGCONT)
+
+
+class _Told:
+    """Counts what an engine, or a learner, is ordered to do."""
+
+    def __init__(self) -> None:
+        self.kills = self.hangs = self.spoils = 0
+
+    def kill(self) -> None:
+        """Die."""
+        self.kills += 1
+
+    def hang(self) -> None:
+        """Hang in the next call."""
+        self.hangs += 1
+
+    def spoil(self) -> None:
+        """Load one wrong bit next time."""
+        self.spoils += 1
+
+
+def lines_of(spec: WorldSpec) -> list[Line]:
+    """Return the machines' lines, the coordinator's first."""
+
+    def line(up: float, down: float, *, reachable: bool = True) -> Line:
+        return Line(up / BYTES_PER_MBIT, down / BYTES_PER_MBIT, reachable)
+
+    return [
+        line(spec.source_up_bytes_per_s, spec.source_down_bytes_per_s),
+        *(
+            line(peer.up_bytes_per_s, peer.down_bytes_per_s, reachable=not peer.nat)
+            for peer in spec.peers
+        ),
+    ]
+
+
+class LiveWorld(World):
+    """One run of real processes; only inside of `namespaces.WRAP`.
+
+    Args:
+        spec: What there is.
+        seed: Of choices; the processes draw their own.
+        folder: Of all machines' disks.
+        network: Their lines.
+        tls: Whether the run uses it, as shipped; not where relays lie.
+    """
+
+    def __init__(
+        self, spec: WorldSpec, *, seed: int, folder: Path, network: LiveNetwork, tls: bool
+    ) -> None:
+        super().__init__(spec, seed=seed)
+        self.network = network
+        self._folder = folder
+        self._tls = tls
+        self._index = {name: place for place, name in enumerate((COORDINATOR, *self.machines))}
+        self._processes: dict[str, trio.Process] = {}
+        self._read_bytes: dict[Path, int] = {}
+        self._told: dict[str, live_node.Orders] = {}
+        self._learner = _Told()
+        self._engines = {name: _Told() for name in self.machines}
+        for name, machine in self.machines.items():
+            machine.pace = _SignalledPace(partial(self._signal, name))
+        for name in self._index:
+            self._make_disk(name)
+
+    def _add_lines(self) -> None:
+        """The test-bed has made them."""
+
+    def _make_disk(self, name: str) -> None:
+        place = self._folder / name
+        place.mkdir(parents=True)
+        size = f"size={DISK_BYTES}"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", place], check=True)  # noqa: S603, S607 - our own words
+        if name != COORDINATOR:
+            self.machines[name].identity.save(place / "identity")
+
+    # --- processes ----------------------------------------------------------------------------
+
+    async def run(self, nemesis: Any = None) -> None:  # noqa: ANN401 - as in `World`
+        """See `World.run`."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._look_and_tell)
+            await super().run(nemesis)
+            nursery.cancel_scope.cancel()
+
+    async def _spawn(self, name: str, part: object) -> trio.Process:
+        command = [sys.executable, "-P", "-m", "scenarios.live_node"]
+        command += ["coordinator" if name == COORDINATOR else "peer"]
+        command += [msgspec.json.encode(part).decode()]
+        self._tell(name)
+        with (self._folder / f"{name}.log").open("ab") as log:
+            process = await trio.lowlevel.open_process(
+                namespaces.inside(self._index[name], command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder / name,
+            )
+        self._processes[name] = process
+        return process
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        process = self._processes.get(name)
+        if process is not None and process.returncode is None:
+            process.send_signal(number)
+
+    async def run_coordinator(self) -> None:
+        """Run the coordinator's process to its end."""
+        self._coordinator_lives += 1
+        spec, place = self.spec, self._folder / COORDINATOR
+        settings = self._settings.model_dump(mode="json")
+        address = namespaces.address_of(0)
+        settings["server"] |= {"host": address, "port": PORT, "relay_port": RELAY_PORT}
+        settings["server"]["tls"] = "on" if self._tls else "off"
+        settings["run"]["folder"] = str(place)
+        settings["model"]["path"] = str(place / "model")
+        part = live_node.CoordinatorPart(
+            settings=settings,
+            start_s=spec.learner_start_s,
+            step_s=spec.learner_step_s,
+            save_s=spec.learner_save_s,
+            changed_share=spec.learner_changed_share,
+            ballast=spec.learner_ballast,
+        )
+        process = await self._spawn(COORDINATOR, part)
+        self.learner = cast("FakeLearner", self._learner)
+        try:
+            code = await process.wait()
+        finally:
+            process.kill()
+        self._drain()
+        if code and not self._down:
+            raise ChildError(COORDINATOR, self._last_words(COORDINATOR))
+        if not self._down:
+            self.summary = json.loads((place / "summary.json").read_bytes())
+
+    async def run_peer(self, name: str) -> None:
+        """Run one peer's process until it ends or is killed."""
+        machine = self.machines[name]
+        assert not machine.running, f"{name} already runs"
+        machine.lives += 1
+        machine.outcome = None
+        outcome = "killed"
+        with trio.CancelScope() as machine.scope:
+            await self._opened.wait()
+            machine.engine = cast("FakeEngine", self._engines[name])
+            process = await self._spawn(name, self._peer_part(machine))
+            try:
+                code = await process.wait()
+                if code >= 0:
+                    outcome = self._last_words(name) if code else "finished"
+            finally:
+                process.kill()
+        self._drain()
+        machine.ended(None, outcome)
+        self.watch.peer_ended(machine)
+        self._over.unpark_all()
+
+    def _peer_part(self, machine: Machine) -> live_node.PeerPart:
+        spec = machine.spec
+        settings = self._peer_settings(machine).model_dump(mode="json")
+        address = namespaces.address_of(self._index[spec.name])
+        host = "0.0.0.0" if spec.nat else address  # noqa: S104 - dials out only
+        settings["relay"] |= {"host": host, "public_host": None}
+        settings["folder"] = str(self._folder / spec.name)
+        return live_node.PeerPart(
+            settings=settings,
+            start_s=spec.start_s,
+            load_s=spec.load_s,
+            seconds_per_token=spec.seconds_per_token,
+            lengths=(spec.lengths.low, spec.lengths.high, spec.lengths.tail),
+            seed=self._index[spec.name],
+            can_lie=not self._tls,
+        )
+
+    def _last_words(self, name: str) -> str:
+        text = (self._folder / f"{name}.log").read_text("utf-8", errors="replace")
+        errors = [line for line in text.splitlines() if line.startswith("error: ")]
+        return (errors or text.splitlines() or ["no words"])[-1]
+
+    # --- what they say, and what they are told ------------------------------------------------
+
+    async def _look_and_tell(self) -> None:
+        while True:
+            await trio.sleep(TELL_EVERY_S)
+            self._drain()
+            for name in self._index:
+                self._tell(name)
+                self._fill(name)
+
+    def _drain(self) -> None:
+        """Show the checkers what was written since the last look, in order of its time.
+
+        The coordinator's file is read last: what a peer tells of a version is then never seen
+        before the publication.
+        """
+        entries = [entry for name in self.machines for entry in self._new_entries(name)]
+        entries[:0] = self._new_entries(COORDINATOR)
+        for name, entry in sorted(entries, key=lambda one: str(one[1]["timestamp"])):
+            fields = {key: value for key, value in entry.items() if key not in SECRETS}
+            self.journal.bind(node=name).event(entry["event"], **fields)
+            if name == COORDINATOR and entry["event"] == "run.opened":
+                self._on_opened(self._access())
+
+    def _new_entries(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        path = self._folder / name / ("logs" if name == COORDINATOR else "") / EVENTS
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read_bytes.get(path, 0):
+                self._read_bytes[path] = 0  # another disk
+            file.seek(self._read_bytes.get(path, 0))
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._read_bytes[path] = self._read_bytes.get(path, 0) + len(line)
+                yield name, json.loads(line)
+
+    def _access(self) -> Opened:
+        said = json.loads((self._folder / COORDINATOR / "join.json").read_bytes())
+        authority = said["authority"]
+        return Opened(
+            url=said["url"],
+            token=said["token"],
+            admin_token=said["admin_token"],
+            relay=Address(host=namespaces.address_of(0), port=RELAY_PORT),
+            authority=None if authority is None else authority.encode(),
+        )
+
+    def _tell(self, name: str) -> None:
+        """Write down what a process is to suffer, if that has changed."""
+        if name == COORDINATOR:
+            orders = live_node.Orders(kills=self._learner.kills)
+        else:
+            machine, engine = self.machines[name], self._engines[name]
+            orders = live_node.Orders(
+                lies=sorted(machine.lies.told),
+                pace=machine.pace.factor,
+                ahead_s=machine.clock.skew_s,
+                kills=engine.kills,
+                hangs=engine.hangs,
+                spoils=engine.spoils,
+            )
+        if self._told.get(name) != orders:
+            self._told[name] = orders
+            place = self._folder / name
+            fresh = place / f"{live_node.ORDERS}.new"
+            with suppress(OSError):  # a full disk: it is told when there is room
+                fresh.write_bytes(msgspec.json.encode(orders))
+                fresh.replace(place / live_node.ORDERS)
+
+    def _fill(self, name: str) -> None:
+        """Let a machine's disk be as full as it is ordered to be."""
+        disk = self.disk if name == COORDINATOR else self.machines[name].disk
+        filler = self._folder / name / FILLER
+        if disk.full and not filler.exists():
+            with suppress(OSError), filler.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, _room(filler.parent))
+        elif not disk.full and filler.exists():
+            filler.unlink()
+
+    # --- harm ---------------------------------------------------------------------------------
+
+    def crash_peer(self, name: str) -> None:
+        """Kill -9."""
+        self.journal.event("nemesis.crash", node=name)
+        self.machines[name].harm_begins()
+        self._signal(name, signal.SIGKILL)
+
+    def restart_peer(self, name: str, *, with_disk: bool = True) -> None:
+        """Start a crashed machine again, as itself, or as a stranger if its disk is lost."""
+        if not with_disk:
+            for path in (self._folder / name).iterdir():
+                if path.name != live_node.RECORD:  # the clients' record is nobody's disk
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self._told.pop(name, None)
+        super().restart_peer(name, with_disk=with_disk)
+        if not with_disk:
+            self.machines[name].identity.save(self._folder / name / "identity")
+
+    async def _restart(self, machine: Machine) -> None:
+        while machine.running:
+            await self._over.park()
+        await self.run_peer(machine.spec.name)
+
+    def crash_coordinator(self) -> None:
+        """Kill -9 of the coordinator."""
+        self.journal.event("nemesis.crash", node=COORDINATOR)
+        self._down, self._wanted = True, trio.Event()
+        self._signal(COORDINATOR, signal.SIGKILL)
+
+    def restart_coordinator(self) -> None:
+        """Start it again on its disk, with room."""
+        self.journal.event("nemesis.restart", node=COORDINATOR)
+        self.disk.full = False
+        self._fill(COORDINATOR)
+        self._down = False
+        self._wanted.set()
+
+    async def _stop_in_time(self) -> None:
+        await trio.sleep_until(cast("float", self.spec.stop_s))
+        self.journal.event("world.stops")
+        self._stops = True
+        opened = self._address
+        assert opened is not None
+        command = [sys.executable, "-P", "-m", "scenarios.live_world"]
+        await trio.run_process(
+            namespaces.inside(0, [*command, opened.url, opened.admin_token]),
+            stdin=(opened.authority or b""),
+        )
+
+    @contextmanager
+    def _rows(self) -> Iterator[Rows]:
+        """Give the store, and everything that was written down beside it."""
+        place = self._folder / COORDINATOR
+        self.history = torture_audit.entries(place / live_node.TRAINED)
+        for name in self.machines:
+            live_node.read_record(self._folder / name / live_node.RECORD, self.record)
+        with torture_audit.copied(place, self._folder / "scratch") as rows:
+            yield rows
+
+
+def _room(folder: Path) -> int:
+    free = os.statvfs(folder)
+    return free.f_bavail * free.f_frsize
+
+
+def stop(url: str, admin_token: str, authority: bytes) -> None:
+    """Tell a coordinator to stop.
+
+    Raises:
+        OSError: It does not answer.
+    """
+    context = None
+    if authority:
+        context = ssl.create_default_context(cadata=authority.decode())
+        context.check_hostname = False  # its certificate is the run's, whatever its address
+    request = urllib.request.Request(  # noqa: S310 - our own
+        f"{url}/control/stop", method="POST", headers={"authorization": f"Bearer {admin_token}"}
+    )
+    with urllib.request.urlopen(request, timeout=10, context=context):  # noqa: S310
+        pass
+
+
+def main(words: Sequence[str]) -> int:
+    """Stop a coordinator, from its own machine."""
+    url, admin_token = words
+    try:
+        stop(url, admin_token, sys.stdin.buffer.read())
+    except OSError as error:
+        raise EchoError(f"the coordinator cannot be stopped: {error}") from error
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
