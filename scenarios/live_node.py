@@ -2,8 +2,8 @@
 
 ``python -m scenarios.live_node coordinator|peer PART`` plays a `CoordinatorPart` or a `PeerPart`,
 given as JSON. Everything is as shipped (sockets, TLS, SQLite, files, signals) except learner, task
-worker and engine, which are those of the virtual world. What the clients are told is written down
-in ``record.jsonl``, what the learner consumes in ``train.jsonl``.
+worker and engine, which are those of the virtual world. What the clients are told, and what the
+learner consumes, is written down in files that are on none of the disks which faults fill.
 
 Faults of the inside (lies, a slow CPU, a wrong clock, an engine that dies) are ordered by
 ``orders.json`` in the process's folder, looked at ten times a second. Relay lies need links without
@@ -48,8 +48,6 @@ from scenarios.parts import InlineTaskWorker, Pace
 from scenarios.record import Record
 
 ORDERS: Final = "orders.json"
-RECORD: Final = "record.jsonl"
-TRAINED: Final = "train.jsonl"
 LOOK_EVERY_S: Final = 0.1
 
 
@@ -63,6 +61,8 @@ class CoordinatorPart(msgspec.Struct, frozen=True):
     save_s: float
     changed_share: float
     ballast: int
+    trained: str
+    """File of what the learner has consumed."""
 
 
 class PeerPart(msgspec.Struct, frozen=True):
@@ -78,6 +78,8 @@ class PeerPart(msgspec.Struct, frozen=True):
     seed: int
     can_lie: bool
     """Whether its frames may be twisted; not with TLS."""
+    record: str
+    """File of what it was told."""
 
 
 class Orders(msgspec.Struct):
@@ -183,7 +185,7 @@ async def peer_machine(
 ) -> AsyncIterator[PeerPorts]:
     """Open a peer's world with a fake engine in it, which obeys."""
     body, folder = Body(part), Path(settings.folder)
-    record = FileRecord(folder / RECORD)
+    record = FileRecord(Path(part.record))
     body.obey(read_orders(folder))
 
     async def listen() -> None:
@@ -212,10 +214,9 @@ async def coordinator_machine(
     part: CoordinatorPart, settings: Settings, journal: Journal
 ) -> AsyncIterator[CoordinatorPorts]:
     """Open a coordinator's world with a fake learner and task worker in it."""
-    folder = Path(settings.run.folder)
+    folder, trained = Path(settings.run.folder), Path(part.trained)
     make_model(Path(settings.model.path))
     learners: list[FakeLearner] = []
-    trained = folder / TRAINED
 
     def note(what: str, step: int, names: list[str]) -> None:
         line = {"start": step} if what == "start" else {"step": step, "samples": names}

@@ -47,6 +47,7 @@ DISK_BYTES: Final = 512 << 20
 """Of a machine, in memory, as used."""
 EVENTS: Final = "events.jsonl"
 FILLER: Final = "filler"
+TRAINED: Final = "trained.jsonl"
 SECRETS: Final = frozenset({"timestamp", "level", "event"})
 
 
@@ -187,6 +188,7 @@ class LiveWorld(World):
             save_s=spec.learner_save_s,
             changed_share=spec.learner_changed_share,
             ballast=spec.learner_ballast,
+            trained=str(self._folder / TRAINED),
         )
         process = await self._spawn(COORDINATOR, part)
         self.learner = cast("FakeLearner", self._learner)
@@ -237,7 +239,11 @@ class LiveWorld(World):
             lengths=(spec.lengths.low, spec.lengths.high, spec.lengths.tail),
             seed=self._index[spec.name],
             can_lie=not self._tls,
+            record=str(self._record_of(spec.name)),
         )
+
+    def _record_of(self, name: str) -> Path:
+        return self._folder / f"{name}.record"
 
     def _last_words(self, name: str) -> str:
         text = (self._folder / f"{name}.log").read_text("utf-8", errors="replace")
@@ -335,8 +341,7 @@ class LiveWorld(World):
         """Start a crashed machine again, as itself, or as a stranger if its disk is lost."""
         if not with_disk:
             for path in (self._folder / name).iterdir():
-                if path.name != live_node.RECORD:  # the clients' record is nobody's disk
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
             self._told.pop(name, None)
         super().restart_peer(name, with_disk=with_disk)
         if not with_disk:
@@ -377,9 +382,9 @@ class LiveWorld(World):
     def _rows(self) -> Iterator[Rows]:
         """Give the store, and everything that was written down beside it."""
         place = self._folder / COORDINATOR
-        self.history = torture_audit.entries(place / live_node.TRAINED)
+        self.history = torture_audit.entries(self._folder / TRAINED)
         for name in self.machines:
-            live_node.read_record(self._folder / name / live_node.RECORD, self.record)
+            live_node.read_record(self._record_of(name), self.record)
         with torture_audit.copied(place, self._folder / "scratch") as rows:
             yield rows
 
