@@ -234,8 +234,14 @@ def load_story(name: str) -> Story:
 
 
 def shipped() -> dict[str, Story]:
-    """Return all stories that come with the package, by name."""
+    """Return the stories that come with the package, by name."""
     return {path.stem: load_story(path.stem) for path in sorted(STORIES.glob("*.toml"))}
+
+
+def shipped_apart() -> dict[str, Story]:
+    """Return those in folders: large ones, and those for real processes."""
+    names = sorted(path.relative_to(STORIES) for path in STORIES.glob("*/*.toml"))
+    return {str(name.with_suffix("")): load_story(str(name.with_suffix(""))) for name in names}
 
 
 def _first(error: ValidationError) -> str:

@@ -15,7 +15,7 @@ from scenarios import story_report, swarm
 from scenarios.arguments import positive_time
 from scenarios.live_lab import play_live
 from scenarios.play import play
-from scenarios.story import Story, load_story, shipped
+from scenarios.story import Story, load_story, shipped, shipped_apart
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 it has no other
@@ -43,10 +43,10 @@ def add_commands(commands: Commands) -> None:
 
 def list_stories() -> int:
     """Print one line a story."""
-    print(f"{'demo':<20} {DEMO}")
-    for name, story in shipped().items():
-        print(f"{name:<20} {story.about}")
-    print(f"{swarm.NAME:<20} everything drawn from the seed: machines, settings, faults")
+    print(f"{'demo':<22} {DEMO}")
+    for name, story in {**shipped(), **shipped_apart()}.items():
+        print(f"{name:<22} {story.about}")
+    print(f"{swarm.NAME:<22} everything drawn from the seed: machines, settings, faults")
     return OK
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from scenarios.command import main
-from scenarios.story import shipped
+from scenarios.story import shipped, shipped_apart
 
 TINY = """
 about = "Two peers"
@@ -33,7 +33,7 @@ def test_list_names_every_story_in_a_line(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
-    assert names == ["demo", *sorted(shipped()), "swarm"]
+    assert names == ["demo", *sorted(shipped()), *sorted(shipped_apart()), "swarm"]
     assert all(len(line) <= 120 for line in lines)
 
 
