@@ -14,6 +14,7 @@ from scenarios import (
     bench_delta,
     bench_intake,
     bench_report,
+    compare,
     soak,
     story_command,
     swarm_command,
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     soaking = commands.add_parser("soak", help=about, description=about)
     soak.add_arguments(soaking)
     soaking.add_argument("--json", action="store_true", help="print the result as JSON")
+    about = "lay two results of `run --json` beside each other"
+    compare.add_arguments(commands.add_parser("compare", help=about, description=about))
     known, more = parser.parse_known_args(argv)
     if more and not (known.command == "run" and known.name == "demo"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -68,6 +71,8 @@ def main(argv: list[str] | None = None) -> int:
         if known.lines:
             return swarm_command.play_lines(known)
         return run_program(partial(swarm_command.run, known))
+    if known.command == "compare":
+        return compare.compare(known)
     if known.command == "torture":
         return run_program(partial(torture.torture, known))
     if known.command == "soak":

@@ -11,7 +11,6 @@ import json
 import sys
 import time  # noqa: TID251 - real processes keep real time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -43,8 +42,6 @@ class Work(msgspec.Struct, frozen=True):
     story: Any
     """`scenarios.story.Story`, as JSON has it."""
     seed: int
-    trace: str = ""
-    """Write every event here, as JSON lines; empty: nowhere."""
 
 
 class SinceStart(trio.abc.Clock):
@@ -63,8 +60,8 @@ class SinceStart(trio.abc.Clock):
         return deadline - self.current_time()
 
 
-async def play_live(name: str, story: Story, seed: int, trace: Path | None) -> dict[str, Any]:
-    """Play a story for real; return its result as `Played.result` does.
+async def play_live(name: str, story: Story, seed: int) -> tuple[dict[str, Any], list[str]]:
+    """Play a story for real; return its result as `Played.result` does, and its trace.
 
     Raises:
         ConfigError: It is too large for one machine.
@@ -82,9 +79,10 @@ async def play_live(name: str, story: Story, seed: int, trace: Path | None) -> d
             f"({PEERS_MAX} and {UPLINKS_MBIT_MAX:.0f}): play it without --live",
         )
     given = story.model_dump(mode="json", exclude_unset=True)
-    work = Work(name, given, seed, str(trace.resolve()) if trace else "")
+    work = Work(name, given, seed)
     printed = await namespaces.run_inside("scenarios.live_lab", msgspec.json.encode(work).decode())
-    return msgspec.json.decode(printed, type=dict[str, Any])
+    *trace, result = printed.decode().splitlines()
+    return json.loads(result), trace
 
 
 async def play(work: Work) -> dict[str, Any]:
@@ -113,8 +111,8 @@ async def play(work: Work) -> dict[str, Any]:
         except (EchoError, BaseExceptionGroup) as error:
             problems.append(f"{ENDS_WELL}: {told(error)}")
         figures = story_report.figures(world)
-    if work.trace:
-        Path(work.trace).write_text("".join(f"{line}\n" for line in world.trace_lines()), "utf-8")
+    for line in world.trace_lines():
+        print(line)
     problems[:0] = world.breaches
     if problems:
         _show_logs()

@@ -10,7 +10,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import trio
@@ -63,10 +62,6 @@ class Played:
             "trace": self.world.trace.digest().hex(),
             **story_report.figures(self.world),
         }
-
-    def write_trace(self, path: Path) -> None:
-        """Write every event as a JSON line."""
-        path.write_text("".join(f"{line}\n" for line in self.world.trace_lines()), "utf-8")
 
 
 def play(name: str, story: Story, seed: int, *, until_s: float | None = None) -> Played:

@@ -7,11 +7,11 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from echo2p2p.errors import ConfigError
 from echo2p2p.net.program import FAILED, OK, USAGE, run_program
-from scenarios import story_report, swarm
+from scenarios import bench_report, report_page, story_report, swarm
 from scenarios.arguments import positive_time
 from scenarios.live_lab import play_live
 from scenarios.play import play
@@ -31,6 +31,7 @@ def add_commands(commands: Commands) -> None:
     run.add_argument("name", help="a story's name, the path of a .toml file, or `demo`")
     run.add_argument("--seed", type=int, default=7, help="of everything random (default: 7)")
     run.add_argument("--trace", type=Path, help="write every event here, as JSON lines")
+    run.add_argument("--report", type=Path, help="write a page with pictures here (HTML)")
     run.add_argument("--until", type=positive_time, metavar="T", help="stop at this virtual second")
     run.add_argument(
         "--live", action="store_true", help="with real processes on shaped lines (root)"
@@ -69,23 +70,32 @@ def run_story(arguments: argparse.Namespace) -> int:
     if arguments.live:
         return run_program(partial(_run_live, arguments, story))
     played = play(arguments.name, story, arguments.seed, until_s=arguments.until)
+    return _tell(arguments, played.result(), played.world.trace_lines())
+
+
+def _tell(arguments: argparse.Namespace, result: dict[str, Any], trace: list[str]) -> int:
+    """Print and write what was asked for; returns the exit code."""
+    wanted: list[tuple[Path, str]] = []
     if arguments.trace is not None:
+        wanted.append((arguments.trace, "".join(f"{line}\n" for line in trace)))
+    if arguments.report is not None:
+        entries = list(map(json.loads, trace))
+        made = bench_report.machine(), bench_report.versions()
+        wanted.append((arguments.report, report_page.page(result, entries, *made)))
+    for path, text in wanted:
         try:
-            played.write_trace(arguments.trace)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
-            print(f"error: cannot write {arguments.trace}: {error.strerror}", file=sys.stderr)
+            print(f"error: cannot write {path}: {error.strerror}", file=sys.stderr)
             return FAILED
-    result = played.result()
     print(json.dumps(result, indent=2) if arguments.json else story_report.table(result))
-    return OK if played.held else FAILED
+    return OK if result["held"] else FAILED
 
 
 async def _run_live(arguments: argparse.Namespace, story: Story) -> int:
     if arguments.until is not None:
         raise ConfigError("--until", "only without --live")
-    result = await play_live(arguments.name, story, arguments.seed, arguments.trace)
-    print(json.dumps(result, indent=2) if arguments.json else story_report.table(result))
-    return OK if result["held"] else FAILED
+    return _tell(arguments, *await play_live(arguments.name, story, arguments.seed))
 
 
 def new_story(arguments: argparse.Namespace) -> int:

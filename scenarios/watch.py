@@ -60,6 +60,15 @@ LOOKS: Final = (
     ENDS_WELL,
 )
 """Checkers that look at something else than single events."""
+EVENT_CHECKERS: Final = (
+    LedgerBalances.name,
+    NothingTooOld.name,
+    VersionsNeverFork.name,
+    VersionsAreWhole.name,
+    StepsOnlyGoBackByRollback.name,
+    NO_HONEST_EVICTED,
+)
+"""Those that look at every event."""
 
 
 class Watch:

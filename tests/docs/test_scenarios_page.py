@@ -14,7 +14,7 @@ from scenarios.false_uploads import UPLOAD_LIES
 from scenarios.lies import RELAY_LIES
 from scenarios.play import play
 from scenarios.story import read_story
-from scenarios.watch import LOOKS, NO_IDLING, STATED_RATE
+from scenarios.watch import EVENT_CHECKERS, LOOKS, NO_IDLING, STATED_RATE
 from scenarios.world import World
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scenarios.md").read_text(encoding="utf-8")
@@ -40,7 +40,8 @@ def test_every_fault_and_lie_is_in_its_list():
 
 def test_every_checker_is_in_the_table():
     world = World(read_story(CAMPUS, "campus").draw(random.Random(1)), seed=1)
-    known = {checker.name for checker in world.watch.checkers} | set(LOOKS)
+    assert [checker.name for checker in world.watch.checkers] == list(EVENT_CHECKERS)
+    known = {*EVENT_CHECKERS, *LOOKS}
     assert set(first_cells("What always holds")) == known - {NO_IDLING, STATED_RATE}
 
 
