@@ -275,7 +275,7 @@ LIMITS = ("upload_limit", "download_limit", "data_cap_per_day")
 @pytest.mark.parametrize("name", PAGES)
 def test_every_option_in_the_text_exists(all_options, name):
     named = {option for words in quoted(PAGES[name]) for option in options_in(words)}
-    others = {"--json", "--seed", "--live", "--trace"}
+    others = {"--json", "--live", "--report", "--seed", "--trace"}
     assert not named - all_options - others
 
 
