@@ -221,7 +221,8 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise ValueError("max_bytes must be >= 1")
         self._receiving = True
         try:
-            await trio.lowlevel.checkpoint()
+            if self._arrived or self._closed or self._broken or self._eof:
+                await trio.lowlevel.checkpoint()  # else the wait is one
             while not self._arrived:
                 if self._closed:
                     raise trio.ClosedResourceError
