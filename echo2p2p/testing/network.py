@@ -187,6 +187,18 @@ class SimStream(trio.abc.HalfCloseableStream):
         finally:
             self._sending = False
 
+    def send_nowait(self, data: bytes | bytearray | memoryview) -> bool:
+        """Send all of it if it can be queued at once, else nothing; the caller is to checkpoint.
+
+        A task step less than `send_all`, which must give way to other tasks even then.
+        """
+        fits = len(data) <= SEGMENT_BYTES and not self._sending
+        ended = self._closed or self._broken or self._other_closed or self._eof_sent
+        if not fits or ended or self._is_full() or self._network.full_for(self.lane):
+            return False
+        self._send_segment(memoryview(bytes(data)))
+        return True
+
     async def wait_send_all_might_not_block(self) -> None:
         """Wait for room in the window."""
         if self._sending:
@@ -299,17 +311,16 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise trio.ClosedResourceError("sending after the end")
 
     async def _wait_window(self) -> None:
-        while (
-            self._unread_bytes >= WINDOW_BYTES
-            or self._unsent_bytes >= UNSENT_BYTES
-            or (full_s := self._network.full_for(self.lane))
-        ):
+        while self._is_full() or (full_s := self._network.full_for(self.lane)):
             self._check_sendable()
             self._writable = trio.Event()
-            if self._unread_bytes < WINDOW_BYTES and self._unsent_bytes < UNSENT_BYTES:
+            if not self._is_full():
                 self._network.after(full_s, self._wake_writer)
             await self._writable.wait()
         self._check_sendable()
+
+    def _is_full(self) -> bool:
+        return self._unread_bytes >= WINDOW_BYTES or self._unsent_bytes >= UNSENT_BYTES
 
     def _send_segment(self, segment: memoryview) -> None:
         self._unread_bytes += len(segment)
