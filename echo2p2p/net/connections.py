@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import trio
 
@@ -48,8 +48,7 @@ class ConnectionSettings:
     of the oldest, of the address that has most of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkStatistics:
+class LinkStatistics(NamedTuple):
     """One link that is up."""
 
     peer_id: PeerId

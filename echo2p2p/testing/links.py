@@ -288,8 +288,11 @@ class SimLinks:
 
 @dataclass(eq=False, slots=True)
 class _Segment:
-    """Bytes on their way. An object and not a closure, which would hold itself: garbage in cycles
-    was a sixth of what a large world took."""
+    """Bytes on their way.
+
+    An object and not a closure, which would hold itself: such garbage in cycles took a sixth of the
+    time of a large world.
+    """
 
     links: SimLinks
     lane: Lane
