@@ -21,7 +21,7 @@ import trio
 from echo2p2p.errors import ConfigError, HttpError
 from echo2p2p.net import routing
 from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsClient
-from echo2p2p.testing.links import SimLinks
+from echo2p2p.testing.links import SEGMENT_BYTES, SimLinks
 
 FIRST_FREE_PORT: Final = 40_000
 HEAD_BYTES: Final = 300
@@ -264,7 +264,9 @@ class SimHttpClient:
 
     async def _exchange(self, request: Request) -> Response:
         network = self._network
-        await self._there(0)
+        size = len(request.body)
+        short = size <= SEGMENT_BYTES  # it is on its way with its head, whatever becomes of that
+        await self._there(size if short else 0)
         listener = network.listener(self._endpoint)
         if listener is None:
             await self._back(0)
@@ -275,10 +277,10 @@ class SimHttpClient:
         who = routing.look_at_head(found.route, replace(request, body=b""))
         if isinstance(who, Response):
             return await self._answer(who)
-        if len(request.body) > found.route.body_bytes_max:
+        if size > found.route.body_bytes_max:
             return await self._answer(routing.body_too_long(found.route))
-        if request.body:
-            await self._there(len(request.body), more=True)
+        if not short:
+            await self._there(size, more=True)
         if network.listener(self._endpoint) is not listener:
             raise HttpError(f"{self._url}: closed the connection before it had answered")
         request = replace(request, query={**request.query, **found.parts})
