@@ -22,6 +22,7 @@ import heapq
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -99,8 +100,9 @@ class SimLinks:
         self._order = itertools.count()
         self.wake = trio.CancelScope()
         """Of whoever waits for what is due next."""
-        self._cuts: set[tuple[str, str]] = set()
-        self._frozen: set[str] = set()
+        self._cuts: Counter[tuple[str, str]] = Counter()
+        self._frozen: Counter[str] = Counter()
+        """How often each is cut or frozen: what overlaps has to end as often as it began."""
         self._held: list[tuple[str, str, Callable[[], None]]] = []
         self._at_s = -math.inf
         """When the event that runs now was due."""
@@ -134,20 +136,22 @@ class SimLinks:
 
     def cut(self, sender: str, receiver: str) -> None:
         """Hold back all that ``sender`` sends to ``receiver``; one way, silent."""
-        self._cuts.add((sender, receiver))
+        self._cuts[sender, receiver] += 1
 
     def heal(self, sender: str, receiver: str) -> None:
-        """End a cut; what was held back goes on, in order."""
-        self._cuts.discard((sender, receiver))
+        """End one cut; after the last of them what was held back goes on, in order."""
+        assert self._cuts[sender, receiver], f"{sender} and {receiver} are not cut"
+        self._cuts[sender, receiver] -= 1
         self._release()
 
     def freeze(self, name: str) -> None:
         """Let nothing out of a machine and nothing into it, as if it were stopped."""
-        self._frozen.add(name)
+        self._frozen[name] += 1
 
     def thaw(self, name: str) -> None:
-        """End a freeze; what was held back goes on, in order."""
-        self._frozen.discard(name)
+        """End one freeze; after the last of them what was held back goes on, in order."""
+        assert self._frozen[name], f"{name} is not frozen"
+        self._frozen[name] -= 1
         self._release()
 
     def node(self, name: str) -> Node | None:
@@ -250,8 +254,8 @@ class SimLinks:
         return trio.current_time() if self._at_s == -math.inf else self._at_s
 
     def _is_held(self, sender: str, receiver: str) -> bool:
-        frozen = sender in self._frozen or receiver in self._frozen
-        return frozen or (sender, receiver) in self._cuts
+        frozen = self._frozen[sender] or self._frozen[receiver]
+        return bool(frozen or self._cuts[sender, receiver])
 
     def _release(self) -> None:
         held, self._held = self._held, []
