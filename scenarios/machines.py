@@ -97,7 +97,7 @@ class Machine:
             spec=spec,
             entropy=entropy,
             identity=PeerIdentity.create(entropy),
-            disk=SimDisk(),
+            disk=SimDisk(rng=entropy.rng("disk")),
             files={},
             clock=SimClock(spec.clock_ahead_s),
             lies=Lies(entropy.rng("lies")),
@@ -135,7 +135,7 @@ class Machine:
         """Come back as a stranger: a new identity and an empty disk."""
         self.entropy = self.entropy.fork("after the disk was lost")
         self.identity = PeerIdentity.create(self.entropy)
-        self.disk, self.files = SimDisk(), {}
+        self.disk, self.files = SimDisk(rng=self.entropy.rng("disk")), {}
 
     def ended(self, error: EchoError | None, outcome: str | None) -> None:
         """Note how a life ended."""

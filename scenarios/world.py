@@ -94,7 +94,7 @@ class World:
         """While the coordinator runs."""
         self.network = SimNetwork(self.entropy.rng("loss"))
         self.http = SimHttp(links=self.network)
-        self.disk = SimDisk()
+        self.disk = SimDisk(rng=self.entropy.rng("disk"))
         self.checkpoints: dict[str, bytes] = {}
         self.record = Record()
         self.history: list[tuple[str, int, list[str]]] = []
