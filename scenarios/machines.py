@@ -16,6 +16,7 @@ from echo2p2p.errors import EchoError
 from echo2p2p.net.trust import PeerIdentity
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.disk import SimDisk
+from echo2p2p.testing.stopping import SimProcess
 from echo2p2p.testing.system import SimEntropy
 from peer.app import PeerApp
 from scenarios.fake_engine import FakeEngine, Lengths
@@ -71,6 +72,7 @@ class Machine:
     clock: SimClock
     lies: Lies
     pace: Pace = field(default_factory=Pace)
+    process: SimProcess = field(default_factory=SimProcess)
     engine: FakeEngine | None = None
     """Of the present life."""
     app: PeerApp | None = None

@@ -185,11 +185,11 @@ async def _strike_peer(
                 await trio.sleep(within_s * rng.random())
                 world.start_peer(name)
             case faults.Freeze():
-                machine.pace.stop()
-                world.network.freeze(name)
-                await hold()
-                world.network.thaw(name)
-                machine.pace.go_on()
+                world.freeze_peer(name)
+                try:
+                    await hold()
+                finally:  # else it could not even be cancelled
+                    world.thaw_peer(name)
             case faults.SlowCpu(factor=factor):
                 machine.pace.factor = drawn(factor, rng)
                 await hold()

@@ -280,7 +280,7 @@ class World:
         machine.outcome = None
         failure: EchoError | None = None
         outcome: str | None = "killed"
-        with trio.CancelScope() as machine.scope:
+        with machine.process.inside(), trio.CancelScope() as machine.scope:
             await self._opened.wait()
             settings, ports = self._peer_settings(machine), self._ports(machine)
             machine.app = PeerApp(settings, ports, machine.identity)
@@ -404,6 +404,20 @@ class World:
         """Start a peer that does not run."""
         assert self._nursery is not None
         self._nursery.start_soon(self.run_peer, name)
+
+    def freeze_peer(self, name: str) -> None:
+        """SIGSTOP: nothing of it runs, timers included, and its line is silent."""
+        machine = self.machines[name]
+        machine.process.stop()
+        machine.pace.stop()
+        self.network.freeze(name)
+
+    def thaw_peer(self, name: str) -> None:
+        """SIGCONT: it goes on, with timers that are all over and what has come meanwhile."""
+        machine = self.machines[name]
+        self.network.thaw(name)
+        machine.pace.go_on()
+        machine.process.go_on()
 
     def crash_coordinator(self) -> None:
         """Kill -9 of the coordinator and its children; its disk loses what was not synced."""

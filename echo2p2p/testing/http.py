@@ -12,7 +12,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from contextvars import Context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -22,6 +24,7 @@ from echo2p2p.errors import ConfigError, HttpError
 from echo2p2p.net import routing
 from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsClient
 from echo2p2p.testing.links import SEGMENT_BYTES, SimLinks
+from echo2p2p.testing.stopping import context_of_now
 
 FIRST_FREE_PORT: Final = 40_000
 HEAD_BYTES: Final = 300
@@ -51,6 +54,8 @@ class _Listener:
 
     router: routing.Router
     journal: Journal
+    context: Context
+    """Of the process that listens."""
     nursery: trio.Nursery | None = None
     """Set while it serves."""
     exchanges: dict[_Exchange, None] = field(default_factory=dict)
@@ -59,7 +64,8 @@ class _Listener:
         """Start the handler."""
         assert self.nursery is not None
         self.exchanges[exchange] = None
-        self.nursery.start_soon(self._run, exchange, found, request, name=found.route.path)
+        start = partial(self.nursery.start_soon, name=found.route.path)
+        self.context.run(start, self._run, exchange, found, request)
 
     async def _run(self, exchange: _Exchange, found: routing.Match, request: Request) -> None:
         response = routing.closing()
@@ -194,7 +200,7 @@ class SimHttpServer:
             ConfigError: The address is in use.
         """
         await trio.lowlevel.checkpoint()
-        listener = _Listener(routing.Router(routes), self._journal)
+        listener = _Listener(routing.Router(routes), self._journal, context_of_now())
         bound = self._network.bind(Endpoint(self._host, endpoint.port), listener)
         async with trio.open_nursery() as nursery:
             listener.nursery = nursery

@@ -13,6 +13,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import AsyncIterator
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,12 +22,23 @@ import trio
 from echo2p2p.errors import ConfigError, LinkError
 from echo2p2p.net.ports import Accept, Endpoint
 from echo2p2p.testing.links import SEGMENT_BYTES, Lane, SimLinks, Traffic
+from echo2p2p.testing.stopping import context_of_now
 
 __all__ = ["SEGMENT_BYTES", "UNSENT_BYTES", "WINDOW_BYTES", "SimNetwork", "SimStream", "Traffic"]
 
 WINDOW_BYTES: Final = 256 * 1024
 UNSENT_BYTES: Final = 2 * SEGMENT_BYTES
 PORT_FIRST: Final = 49152
+
+
+@dataclass(eq=False, frozen=True)
+class _Listener:
+    """One open port."""
+
+    accept: Accept
+    nursery: trio.Nursery
+    context: Context
+    """Of the process that listens."""
 
 
 @dataclass(eq=False)
@@ -36,7 +48,7 @@ class _Machine:
     name: str
     alive: bool = True
     refuses: bool = False
-    listeners: dict[int, tuple[Accept, trio.Nursery]] = field(default_factory=dict)
+    listeners: dict[int, _Listener] = field(default_factory=dict)
     streams: set[SimStream] = field(default_factory=set)
     ports: itertools.count[int] = field(default_factory=lambda: itertools.count(PORT_FIRST))
 
@@ -89,13 +101,12 @@ class SimNetwork(SimLinks):
         listener = other.listeners.get(endpoint.port)
         if not (listener and other.alive and machine.alive) or other.refuses:
             return None
-        accept, nursery = listener
         ours = SimStream(self, machine, out, next(self._numbers))
         theirs = SimStream(self, other, back, next(self._numbers))
         ours.other, theirs.other = theirs, ours
         machine.streams.add(ours)
         other.streams.add(theirs)
-        nursery.start_soon(_serve, accept, theirs)
+        listener.context.run(listener.nursery.start_soon, _serve, listener.accept, theirs)
         return ours
 
     def _machine(self, name: str) -> _Machine:
@@ -143,7 +154,8 @@ class SimStreams:
         if port in machine.listeners:
             raise ConfigError("relay.listen", f"port {port} is taken; choose another")
         async with trio.open_nursery() as nursery:
-            machine.listeners[port] = mine = (accept, nursery)
+            mine = _Listener(accept, nursery, context_of_now())
+            machine.listeners[port] = mine
             try:
                 yield Endpoint(machine.name, port)
             finally:

@@ -136,3 +136,27 @@ def test_a_coordinator_that_is_killed_and_started_at_the_same_moment_goes_on():
     played = play("blink", read_story(text, "blink.toml"), 7)
     assert played.problems == []
     assert played.world.summary is not None
+
+
+@pytest.mark.slow
+def test_nothing_of_a_frozen_peer_happens_before_it_thaws_and_then_all_that_was_due():
+    text = """
+        [world]
+        stop_s = 80
+        heal_s = 45
+        [[peers]]
+        count = 3
+        seconds_per_token = 0.01
+        [[nemesis]]
+        fault = "freeze"
+        at_s = 15
+        for_s = 20
+    """
+    played = play("frozen", read_story(text, "frozen.toml"), 7)
+    assert played.problems == []
+    (strike,) = played.world.trace.named("nemesis.strikes")
+    of_it = [e for e in played.world.trace.entries if e.fields.get("node") == strike.fields["node"]]
+    during = [e.name for e in of_it if 15.01 < e.at_s < 35]
+    assert during == []
+    after = [e.name for e in of_it if 35 <= e.at_s < 35.5]
+    assert "link.closed" in after, "it has heard nobody for 20 s"
