@@ -181,7 +181,9 @@ class SimStream(trio.abc.HalfCloseableStream):
         self._broken = self._closed = self._other_closed = False
         self._unread_bytes = self._unsent_bytes = 0
         self._sending = self._receiving = False
-        self._readable, self._writable = trio.Event(), trio.Event()
+        self._reader: trio.lowlevel.Task | None = None
+        """Waits for something to read."""
+        self._writable = trio.Event()
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send; returns when all bytes are queued on the uplink."""
@@ -254,8 +256,8 @@ class SimStream(trio.abc.HalfCloseableStream):
                     raise trio.BrokenResourceError("the other end is gone")
                 if self._eof:
                     return b""
-                self._readable = trio.Event()
-                await self._readable.wait()
+                self._reader = trio.lowlevel.current_task()  # an event would cost as much as a step
+                await trio.lowlevel.wait_task_rescheduled(self._stop_reading)
             if self._closed:
                 raise trio.ClosedResourceError
             return self._take(max_bytes)
@@ -284,12 +286,12 @@ class SimStream(trio.abc.HalfCloseableStream):
         if self._closed or self._broken:
             return
         self._arrived.append(segment)
-        self._readable.set()
+        self._wake_reader()
 
     def take_eof(self) -> None:
         """The other end will send nothing more."""
         self._eof = True
-        self._readable.set()
+        self._wake_reader()
 
     def take_close(self) -> None:
         """The other end takes nothing more either."""
@@ -310,8 +312,17 @@ class SimStream(trio.abc.HalfCloseableStream):
 
     # --- inside -------------------------------------------------------------------------------
 
+    def _stop_reading(self, _: object) -> trio.lowlevel.Abort:
+        self._reader = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def _wake_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            trio.lowlevel.reschedule(reader)
+
     def _wake(self) -> None:
-        self._readable.set()
+        self._wake_reader()
         self._writable.set()
 
     def _check_sendable(self) -> None:
