@@ -242,7 +242,8 @@ class Membership:
                     trained=len(reply.outcomes) - len(rejected),
                     rejected=sorted({reason or "" for reason in rejected}),
                 )
-            self._obey(reply.plan)
+            if reply.plan != self._plan:
+                self._obey(reply.plan)
             if self._beat(weights, keeper, work).version == beat.version:
                 with trio.move_on_after(self._reply.heartbeat_s):
                     await self._changed(keeper).park()

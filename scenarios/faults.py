@@ -109,7 +109,7 @@ class Arrive(PeerFault):
 class Freeze(PeerFault):
     """The process stops (SIGSTOP): it neither hears nor speaks nor computes, but does not die.
 
-    Its timers go on, so what it would have done meanwhile it does at once.
+    Its timers do not expire either, but all at once when it goes on.
     """
 
     fault: Literal["freeze"]

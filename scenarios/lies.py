@@ -24,6 +24,7 @@ import trio
 from echo2p2p.errors import RemoteProtocolError
 from echo2p2p.ids import ManifestId, manifest_id_of
 from echo2p2p.net.ports import Accept, Endpoint, Streams
+from echo2p2p.testing.network import SimStream
 from echo2p2p.weights.manifest import chunk_count
 from echo2p2p.wire import codec
 from echo2p2p.wire.arrays import from_tokens
@@ -151,7 +152,7 @@ class _WatchedStream(trio.abc.Stream):
         if not self._decoder.mid_frame:
             self._twists = self._lies.on_links
         if not (self._twists or self._decoder.mid_frame) and _tells_nothing(data):
-            await self._inner.send_all(data)
+            await self._send(data)
             return
         self._decoder.receive_data(data)
         out: list[bytes] = []
@@ -160,7 +161,15 @@ class _WatchedStream(trio.abc.Stream):
                 self._seen(event)
             else:
                 out += self._twister.twist(event)
-        await self._inner.send_all(b"".join(out) if self._twists else data)
+        await self._send(b"".join(out) if self._twists else data)
+
+    async def _send(self, data: bytes | bytearray | memoryview) -> None:
+        """Send without a task step if the line takes it at once, as it does nearly always."""
+        if isinstance(self._inner, SimStream):
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if self._inner.send_nowait(data):
+                return
+        await self._inner.send_all(data)
 
     async def wait_send_all_might_not_block(self) -> None:
         """See `trio.abc.SendStream`."""

@@ -58,6 +58,12 @@ class LiveNetwork(SimNetwork):
         downs = namespaces.sent_bytes(_do(["tc", "-n", namespaces.HUB, *show]))
         return Traffic(ups[namespaces.PORT], downs[f"h{index}"])
 
+    def crash(self, name: str) -> None:
+        """Processes are killed, not lines."""
+
+    def restart(self, name: str) -> None:
+        """As `crash`."""
+
     # --- orders -------------------------------------------------------------------------------
 
     def set_rates(self, name: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:

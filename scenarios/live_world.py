@@ -19,9 +19,8 @@ import ssl
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -38,7 +37,6 @@ from scenarios.fake_engine import FakeEngine
 from scenarios.fake_learner import FakeLearner
 from scenarios.live_network import LiveNetwork
 from scenarios.machines import Machine
-from scenarios.parts import Pace
 from scenarios.world import COORDINATOR, RELAY_PORT, World, WorldSpec
 
 PORT: Final = 7070
@@ -49,22 +47,6 @@ EVENTS: Final = "events.jsonl"
 FILLER: Final = "filler"
 TRAINED: Final = "trained.jsonl"
 SECRETS: Final = frozenset({"timestamp", "level", "event"})
-
-
-class _SignalledPace(Pace):
-    """A pace that stops a process."""
-
-    def __init__(self, send: Callable[[signal.Signals], None]) -> None:
-        super().__init__()
-        self._send = send
-
-    def stop(self) -> None:
-        """SIGSTOP."""
-        self._send(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """SIGCONT."""
-        self._send(signal.SIGCONT)
 
 
 class _Told:
@@ -125,8 +107,6 @@ class LiveWorld(World):
         self._told: dict[str, live_node.Orders] = {}
         self._learner = _Told()
         self._engines = {name: _Told() for name in self.machines}
-        for name, machine in self.machines.items():
-            machine.pace = _SignalledPace(partial(self._signal, name))
         for name in self._index:
             self._make_disk(name)
 
@@ -190,6 +170,7 @@ class LiveWorld(World):
             ballast=spec.learner_ballast,
             trained=str(self._folder / TRAINED),
         )
+        self._fill(COORDINATOR)
         process = await self._spawn(COORDINATOR, part)
         self.learner = cast("FakeLearner", self._learner)
         try:
@@ -197,10 +178,9 @@ class LiveWorld(World):
         finally:
             process.kill()
         self._drain()
-        if code and not self._down:
+        if code:
             raise ChildError(COORDINATOR, self._last_words(COORDINATOR))
-        if not self._down:
-            self.summary = json.loads((place / "summary.json").read_bytes())
+        self.summary = json.loads((place / "summary.json").read_bytes())
 
     async def run_peer(self, name: str) -> None:
         """Run one peer's process until it ends or is killed."""
@@ -352,19 +332,22 @@ class LiveWorld(World):
             await self._over.park()
         await self.run_peer(machine.spec.name)
 
+    def freeze_peer(self, name: str) -> None:
+        """SIGSTOP, and nothing through its line."""
+        self.network.freeze(name)
+        self._signal(name, signal.SIGSTOP)
+
+    def thaw_peer(self, name: str) -> None:
+        """SIGCONT."""
+        self.network.thaw(name)
+        self._signal(name, signal.SIGCONT)
+
     def crash_coordinator(self) -> None:
         """Kill -9 of the coordinator."""
         self.journal.event("nemesis.crash", node=COORDINATOR)
-        self._down, self._wanted = True, trio.Event()
-        self._signal(COORDINATOR, signal.SIGKILL)
-
-    def restart_coordinator(self) -> None:
-        """Start it again on its disk, with room."""
-        self.journal.event("nemesis.restart", node=COORDINATOR)
-        self.disk.full = False
-        self._fill(COORDINATOR)
-        self._down = False
-        self._wanted.set()
+        self._goes_down()
+        assert self._coordinator_scope is not None
+        self._coordinator_scope.cancel()  # which kills the process
 
     async def _stop_in_time(self) -> None:
         await trio.sleep_until(cast("float", self.spec.stop_s))

@@ -1,6 +1,6 @@
 """One volunteer's machine in the virtual world: what it is, what runs on it, what it keeps.
 
-`PeerSpec` is what a story says of it. `Machine` is the machine itself: identity, disk, clock, line,
+`PeerSpec` is what a story says of it, `WorldSpec` of all. `Machine` is the machine itself: identity, disk, clock, line,
 pace and lies outlive the peer process, which is started, killed and started again on it.
 """
 
@@ -12,13 +12,16 @@ from typing import Final
 
 import trio
 
+from coordinator.config import Settings
 from echo2p2p.errors import EchoError
 from echo2p2p.net.trust import PeerIdentity
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.disk import SimDisk
+from echo2p2p.testing.stopping import SimProcess
 from echo2p2p.testing.system import SimEntropy
 from peer.app import PeerApp
 from scenarios.fake_engine import FakeEngine, Lengths
+from scenarios.fake_learner import LearnerFaults
 from scenarios.lies import Lies
 from scenarios.parts import Pace
 
@@ -58,6 +61,30 @@ class PeerSpec:
     """When it is switched on; ``None``: not before a fault does so."""
 
 
+@dataclass(frozen=True)
+class WorldSpec:
+    """Everything but the seed."""
+
+    settings: Settings
+    peers: tuple[PeerSpec, ...]
+    source_up_bytes_per_s: float = 2.5e6
+    source_down_bytes_per_s: float = 1.25e8
+    source_latency_s: float = 0.0
+    learner_start_s: float = 3.0
+    learner_step_s: float = 1.0
+    learner_save_s: float = 0.0
+    learner_changed_share: float = 0.02
+    """Of the elements, in a step."""
+    learner_ballast: int = 0
+    """Further elements of the model."""
+    learner_finds: bool = False
+    """Whether it lists what changed, as one on a GPU does."""
+    learner_faults: tuple[LearnerFaults, ...] = ()
+    """One a life of the learner; later lives have none."""
+    stop_s: float | None = None
+    """The run is stopped then, if it has not ended; ``None``: never."""
+
+
 @dataclass
 class Machine:
     """A machine and what runs on it now."""
@@ -71,6 +98,7 @@ class Machine:
     clock: SimClock
     lies: Lies
     pace: Pace = field(default_factory=Pace)
+    process: SimProcess = field(default_factory=SimProcess)
     engine: FakeEngine | None = None
     """Of the present life."""
     app: PeerApp | None = None
@@ -97,7 +125,7 @@ class Machine:
             spec=spec,
             entropy=entropy,
             identity=PeerIdentity.create(entropy),
-            disk=SimDisk(),
+            disk=SimDisk(rng=entropy.rng("disk")),
             files={},
             clock=SimClock(spec.clock_ahead_s),
             lies=Lies(entropy.rng("lies")),
@@ -135,7 +163,7 @@ class Machine:
         """Come back as a stranger: a new identity and an empty disk."""
         self.entropy = self.entropy.fork("after the disk was lost")
         self.identity = PeerIdentity.create(self.entropy)
-        self.disk, self.files = SimDisk(), {}
+        self.disk, self.files = SimDisk(rng=self.entropy.rng("disk")), {}
 
     def ended(self, error: EchoError | None, outcome: str | None) -> None:
         """Note how a life ended."""

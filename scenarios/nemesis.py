@@ -185,11 +185,11 @@ async def _strike_peer(
                 await trio.sleep(within_s * rng.random())
                 world.start_peer(name)
             case faults.Freeze():
-                machine.pace.stop()
-                world.network.freeze(name)
-                await hold()
-                world.network.thaw(name)
-                machine.pace.go_on()
+                world.freeze_peer(name)
+                try:
+                    await hold()
+                finally:  # else it could not even be cancelled
+                    world.thaw_peer(name)
             case faults.SlowCpu(factor=factor):
                 machine.pace.factor = drawn(factor, rng)
                 await hold()
@@ -270,7 +270,6 @@ async def _strike_line(
                     nursery.start_soon(_flap, world, name, up_s, down_s, rng)
                     await hold()
                     scope.cancel()
-            network.thaw(name)
         case faults.Isolate(way=way):
             others = [other for other in (COORDINATOR, *world.machines) if other != name]
             pairs = [(other, name) for other in others if way in {"both", "in"}]
@@ -289,8 +288,10 @@ async def _flap(
 ) -> None:
     while True:
         world.network.freeze(name)
-        await trio.sleep(drawn(down_s, rng))
-        world.network.thaw(name)
+        try:
+            await trio.sleep(drawn(down_s, rng))
+        finally:
+            world.network.thaw(name)
         await trio.sleep(drawn(up_s, rng))
 
 
@@ -319,22 +320,22 @@ async def _strike_world(world: World, fault: Fault, rng: random.Random, hold: Ho
             for machine in victims:
                 machine.harm_ends()
         case faults.CoordinatorSlowLink(up=up):
-            rates = world.spec.source_up_bytes_per_s, world.spec.source_down_bytes_per_s
-            slow = rates[0] * drawn(up, rng)
-            world.network.set_rates(COORDINATOR, up_bytes_per_s=slow, down_bytes_per_s=rates[1])
+            share = drawn(up, rng)
+            world.squeeze_coordinator(share)
             await hold()
-            world.network.set_rates(COORDINATOR, up_bytes_per_s=rates[0], down_bytes_per_s=rates[1])
+            world.widen_coordinator(share)
         case faults.LearnerCrash():
             if world.learner is not None:
                 world.learner.kill()
         case faults.CoordinatorCrash() | faults.CoordinatorDiskFull():
             if not world.is_open:
                 return
-            if isinstance(fault, faults.CoordinatorCrash):
-                world.crash_coordinator()
-            else:
+            full = isinstance(fault, faults.CoordinatorDiskFull)
+            if full:
                 world.fill_disk()
+            else:
+                world.crash_coordinator()
             await hold()
-            world.restart_coordinator()
+            world.restart_coordinator(room=full)
         case _:
             raise AssertionError(fault)

@@ -1,4 +1,4 @@
-"""Parts of a fake world that need no torch, processes or real time: pace, tokenizer, task worker.
+"""Parts of a fake world without torch, processes or real time: pace, tokenizer, tasks, checkpoints.
 
 The engine and the learner beside them are in `scenarios.fake_engine` and `scenarios.fake_learner`.
 All hold to the same ports and the same conformance tests as the real ones.
@@ -6,8 +6,9 @@ All hold to the same ports and the same conformance tests as the real ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from math import inf
+from pathlib import Path
 from typing import Final
 
 import trio
@@ -105,6 +106,28 @@ class Life:
         await self.spend(0)
         self.end(f"did not finish {call!r} within {timeout_s} s")
         raise ChildError(self.name, self.cause)
+
+
+class MemoryShelf:
+    """Checkpoints as keys of the dictionary that fake learners write to."""
+
+    def __init__(self, saved: MutableMapping[str, bytes]) -> None:
+        self._saved = saved
+
+    def folder(self, step: int) -> Path:
+        """Return a free name."""
+        name = f"checkpoints/step-{step:06d}"
+        self._saved.pop(name, None)
+        return Path(name)
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint."""
+        return Path(max(self._saved)) if self._saved else None
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the newest ``keep``."""
+        for name in sorted(self._saved)[:-keep]:
+            del self._saved[name]
 
 
 class InlineTaskWorker:

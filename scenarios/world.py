@@ -13,8 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,11 +36,11 @@ from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
 from scenarios.fake_engine import FakeEngine
-from scenarios.fake_learner import FakeLearner, LearnerFaults
+from scenarios.fake_learner import FakeLearner
 from scenarios.false_uploads import Loot, WatchedHttp
 from scenarios.lies import Lies, WatchedStreams
-from scenarios.machines import GRACE_S, Machine, PeerSpec
-from scenarios.parts import InlineTaskWorker
+from scenarios.machines import GRACE_S, Machine, PeerSpec, WorldSpec
+from scenarios.parts import InlineTaskWorker, MemoryShelf
 from scenarios.record import Record
 from scenarios.watch import CheckedJournal, FrameWatch, Watch
 
@@ -54,52 +53,6 @@ HANG_S: Final = 30.0
 """A batch of an engine whose pace is not known yet may take so long; worlds are short."""
 GOODBYE_S: Final = 60.0
 """At the end, for peers to hear that the run is over."""
-
-
-@dataclass(frozen=True)
-class WorldSpec:
-    """Everything but the seed."""
-
-    settings: Settings
-    peers: tuple[PeerSpec, ...]
-    source_up_bytes_per_s: float = 2.5e6
-    source_down_bytes_per_s: float = 1.25e8
-    source_latency_s: float = 0.0
-    learner_start_s: float = 3.0
-    learner_step_s: float = 1.0
-    learner_save_s: float = 0.0
-    learner_changed_share: float = 0.02
-    """Of the elements, in a step."""
-    learner_ballast: int = 0
-    """Further elements of the model."""
-    learner_finds: bool = False
-    """Whether it lists what changed, as one on a GPU does."""
-    learner_faults: tuple[LearnerFaults, ...] = ()
-    """One a life of the learner; later lives have none."""
-    stop_s: float | None = None
-    """The run is stopped then, if it has not ended; ``None``: never."""
-
-
-class MemoryShelf:
-    """Checkpoints as keys of the dictionary that fake learners write to."""
-
-    def __init__(self, saved: MutableMapping[str, bytes]) -> None:
-        self._saved = saved
-
-    def folder(self, step: int) -> Path:
-        """Return a free name."""
-        name = f"checkpoints/step-{step:06d}"
-        self._saved.pop(name, None)
-        return Path(name)
-
-    def newest(self) -> Path | None:
-        """Return the newest checkpoint."""
-        return Path(max(self._saved)) if self._saved else None
-
-    def prune(self, keep: int) -> None:
-        """Remove all but the newest ``keep``."""
-        for name in sorted(self._saved)[:-keep]:
-            del self._saved[name]
 
 
 class World:
@@ -118,7 +71,7 @@ class World:
         """While the coordinator runs."""
         self.network = SimNetwork(self.entropy.rng("loss"))
         self.http = SimHttp(links=self.network)
-        self.disk = SimDisk()
+        self.disk = SimDisk(rng=self.entropy.rng("disk"))
         self.checkpoints: dict[str, bytes] = {}
         self.record = Record()
         self.history: list[tuple[str, int, list[str]]] = []
@@ -143,9 +96,14 @@ class World:
         self.is_open = False
         """The coordinator answers."""
         self._excused_until_s = -math.inf
-        self._down = False
-        """The coordinator is killed, or is to end because of a fault; `_wanted` brings it back."""
+        self._downs = self._fulls = 0
+        """Faults that keep the coordinator down, and those of them that fill its disk; `_wanted`
+        brings it back when the last of them is over."""
+        self._dying = False
+        """Its disk has refused something, so this life of it may end with an error."""
         self._wanted = trio.Event()
+        self._uplink_shares: list[float] = []
+        """What the faults under way leave of the coordinator's uplink."""
         self._settings = _with_fixed_ports(spec.settings)
         self._truth = Lies(self.entropy.rng("truth"))
         self._address: Opened | None = None
@@ -234,10 +192,12 @@ class World:
                     failure = error
             self.app = self.learner = None
             self.is_open = False
-            if not self._down and failure is not None:
-                raise failure
-            if not self._down:
+            killed = self._coordinator_scope.cancel_called
+            if not (self._downs or killed or (self._dying and failure is not None)):
+                if failure is not None:
+                    raise failure
                 return
+            self._dying = False
             await self._wanted.wait()
 
     async def run_coordinator(self) -> None:
@@ -303,7 +263,7 @@ class World:
         machine.outcome = None
         failure: EchoError | None = None
         outcome: str | None = "killed"
-        with trio.CancelScope() as machine.scope:
+        with machine.process.inside(), trio.CancelScope() as machine.scope:
             await self._opened.wait()
             settings, ports = self._peer_settings(machine), self._ports(machine)
             machine.app = PeerApp(settings, ports, machine.identity)
@@ -428,10 +388,24 @@ class World:
         assert self._nursery is not None
         self._nursery.start_soon(self.run_peer, name)
 
+    def freeze_peer(self, name: str) -> None:
+        """SIGSTOP: nothing of it runs, timers included, and its line is silent."""
+        machine = self.machines[name]
+        machine.process.stop()
+        machine.pace.stop()
+        self.network.freeze(name)
+
+    def thaw_peer(self, name: str) -> None:
+        """SIGCONT: it goes on, with timers that are all over and what has come meanwhile."""
+        machine = self.machines[name]
+        self.network.thaw(name)
+        machine.pace.go_on()
+        machine.process.go_on()
+
     def crash_coordinator(self) -> None:
         """Kill -9 of the coordinator and its children; its disk loses what was not synced."""
         self.journal.event("nemesis.crash", node=COORDINATOR)
-        self._down, self._wanted = True, trio.Event()
+        self._goes_down()
         self.disk.crash()
         self.network.crash(COORDINATOR)
         self.http.crash(COORDINATOR)
@@ -441,16 +415,45 @@ class World:
     def fill_disk(self) -> None:
         """Refuse every write of the coordinator, which must end because of it."""
         self.journal.event("nemesis.disk_full", node=COORDINATOR)
-        self._down, self._wanted = True, trio.Event()
-        self.disk.full = True
+        self._goes_down()
+        self._fulls += 1
+        self.disk.full = self._dying = True
 
-    def restart_coordinator(self) -> None:
-        """Start it again on what is left of its disk, with room."""
-        self.journal.event("nemesis.restart", node=COORDINATOR)
-        self.disk.full = False
-        self.network.restart(COORDINATOR)
-        self._down = False
-        self._wanted.set()
+    def _goes_down(self) -> None:
+        if not self._downs:
+            self._wanted = trio.Event()
+        self._downs += 1
+
+    def restart_coordinator(self, *, room: bool = False) -> None:
+        """End a fault that kept it down; after the last it is started on what is left of its disk.
+
+        ``room``: the fault had filled the disk.
+        """
+        self._downs -= 1
+        self._fulls -= room
+        self.disk.full = self._fulls > 0
+        if not self._downs:
+            self.journal.event("nemesis.restart", node=COORDINATOR)
+            self.network.restart(COORDINATOR)
+            self._wanted.set()
+
+    def squeeze_coordinator(self, share: float) -> None:
+        """Leave so much of its uplink; of several at once the least counts."""
+        self._uplink_shares.append(share)
+        self._set_uplink()
+
+    def widen_coordinator(self, share: float) -> None:
+        """End a `squeeze_coordinator`."""
+        self._uplink_shares.remove(share)
+        self._set_uplink()
+
+    def _set_uplink(self) -> None:
+        spec = self.spec
+        self.network.set_rates(
+            COORDINATOR,
+            up_bytes_per_s=spec.source_up_bytes_per_s * min(self._uplink_shares, default=1.0),
+            down_bytes_per_s=spec.source_down_bytes_per_s,
+        )
 
     # --- what came out ------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 PING_IDLE_S: Final = 2.0
+PING_EARLY_S: Final = 0.5
+"""The dialler may ping so much sooner, so that one timer serves many links: those that were pinged
+together once are due together from then on."""
 DEAD_SILENT_S: Final = 6.0
 ACCEPTOR_PATIENCE: Final = 1.25
 """The side that accepted a link waits so much longer: the dialler's ping, and the answer, then tell
@@ -40,6 +43,7 @@ class Liveness:
         now: Seconds, monotonic, as in every call.
         ping_idle_s: A ping goes out when nothing was sent, or nothing heard, for so long.
         dead_silent_s: The limit to silence.
+        early_s: If `on_time` is called so long before a ping is due, it is sent.
     """
 
     def __init__(
@@ -48,7 +52,9 @@ class Liveness:
         *,
         ping_idle_s: float = PING_IDLE_S,
         dead_silent_s: float = DEAD_SILENT_S,
+        early_s: float = 0.0,
     ) -> None:
+        self._early_s = early_s
         self._ping_idle_s = ping_idle_s
         self._dead_silent_s = dead_silent_s
         self._heard_s = self._sent_s = self._pinged_s = now
@@ -74,7 +80,7 @@ class Liveness:
         """Return what is due."""
         if now >= self._heard_s + self._dead_silent_s:
             return Dead(now - self._heard_s)
-        if now >= self._ping_due():
+        if now >= self._ping_due() - self._early_s:
             self._nonce += 1
             self._pinged_s = self._sent_s = now
             return SendPing(self._nonce)

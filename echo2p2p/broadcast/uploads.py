@@ -68,7 +68,8 @@ class Uploads:
     @property
     def longest(self) -> int:
         """Chunks in the longest queue."""
-        return max((len(outbox) for outbox in self._outboxes.values()), default=0)
+        busy = self._waiting | {link for link, _ in self._begun}
+        return max((len(self._outboxes[link]) for link in busy), default=0)
 
     def in_turn(self) -> Iterator[tuple[PeerId, Outbox]]:
         """Yield the links, those first that were sent nothing for longest."""

@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import trio
 
@@ -20,7 +20,7 @@ from echo2p2p.errors import LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE, ManifestId, PeerId
 from echo2p2p.limits import NEIGHBOURS_MAX, Fill
 from echo2p2p.net.crowd import Crowd
-from echo2p2p.net.link import Link, LinkSettings, open_link
+from echo2p2p.net.link import Link, LinkSettings, open_link, watch_links
 from echo2p2p.net.ports import Endpoint, Journal, Streams
 from echo2p2p.net.redial import Backoff, RedialSettings
 from echo2p2p.wire.frames import ChunkPayload
@@ -48,8 +48,7 @@ class ConnectionSettings:
     of the oldest, of the address that has most of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinkStatistics:
+class LinkStatistics(NamedTuple):
     """One link that is up."""
 
     peer_id: PeerId
@@ -128,8 +127,9 @@ class Connections:
         self._nursery: trio.Nursery | None = None
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Dial from now on, in tasks of ``nursery``."""
+        """Dial from now on, and look after all links, in tasks of ``nursery``."""
         self._nursery = nursery
+        nursery.start_soon(watch_links, self._links)
         for peer_id in self._targets:
             self._start_dialling(peer_id)
 
@@ -146,6 +146,9 @@ class Connections:
         """Return the live link to a peer."""
         session = self._sessions.get(peer_id)
         return session.link if session else None
+
+    def _links(self) -> list[Link]:
+        return [session.link for session in self._sessions.values()]
 
     def statistics(self) -> Iterator[LinkStatistics]:
         """Yield the counters of each live link."""

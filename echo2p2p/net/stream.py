@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -49,7 +47,10 @@ class FrameStream:
         self._slice_bytes = SLICE_BYTES if shaper is None else shaper.write_bytes_max
         self._read_bytes = READ_BYTES if shaper is None else shaper.read_bytes_max
         self._writing_bytes = 0
-        self._patience: trio.CancelScope | None = None
+        self._write_until_s = math.inf
+        self.is_watched = False
+        """Whether somebody compares `write_until_s` with the time, and ends a stream that is late.
+        Else each write has a timer of its own, which is a tenth of what a link costs."""
         self._is_torn = False
         """A write has begun and is not through: nothing may follow what it has left."""
         self.heard_s = self.sent_s = trio.current_time()
@@ -66,23 +67,15 @@ class FrameStream:
     ) -> None:
         await trio.aclose_forcefully(self._stream)
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Let all sends of this block share a timeout that is wound up again for each.
+    def write_until_s(self) -> float:
+        """Return when the remote must have taken what is being written; infinity: nothing is."""
+        return self._write_until_s
 
-        A link writes for ever; a timeout of its own for each write is a tenth of the link's time.
-
-        Raises:
-            LinkError: In the place of what a send raises when the remote did not take it in time.
-        """
-        with trio.CancelScope() as scope:
-            self._patience = scope
-            try:
-                yield
-            finally:
-                self._patience = None
-        if scope.cancelled_caught:
-            raise self._too_slow()
+    def too_slow(self) -> LinkError:
+        """Return what is wrong with a remote that did not."""
+        return LinkError(
+            f"the other side took none of {self._writing_bytes} bytes in {self._send_timeout_s:g} s"
+        )
 
     async def send(self, *messages: RelayFrame) -> None:
         """Write messages, none of them a `Chunk`. A cancelled send leaves the stream unusable.
@@ -151,22 +144,18 @@ class FrameStream:
         self._is_torn = True
 
     async def _write(self, data: bytes | memoryview) -> None:
+        self._writing_bytes = len(data)
+        self._write_until_s = trio.current_time() + self._send_timeout_s
         try:
-            self._writing_bytes = len(data)
-            if self._patience is not None:
-                self._patience.deadline = trio.current_time() + self._send_timeout_s
+            if self.is_watched:
                 await self._stream.send_all(data)
-                self._patience.deadline = math.inf
             else:
-                with trio.fail_after(self._send_timeout_s):
+                with trio.fail_at(self._write_until_s):
                     await self._stream.send_all(data)
         except trio.TooSlowError as error:
-            raise self._too_slow() from error
+            raise self.too_slow() from error
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkError("the connection broke while sending") from error
+        finally:
+            self._write_until_s = math.inf
         self.sent_s = trio.current_time()
-
-    def _too_slow(self) -> LinkError:
-        return LinkError(
-            f"the other side took none of {self._writing_bytes} bytes in {self._send_timeout_s:g} s"
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar, TypeVarTuple
+from typing import Any, Final, NoReturn, Protocol, TypeVar, TypeVarTuple
 
 import trio
 from trio._core import _run as trio_internals
@@ -19,6 +19,24 @@ Args = TypeVarTuple("Args")
 
 EPOCH_S: Final = 1_800_000_000.0
 """Time of day at which every simulation starts: some moment in 2027."""
+
+
+class Timed(Protocol):
+    """Things that happen by themselves, each at its time.
+
+    Attributes:
+        wake: Whose deadline is to be moved forward when something earlier comes.
+    """
+
+    wake: trio.CancelScope
+
+    def next_due_s(self) -> float:
+        """Return when something is to happen next; infinity: never."""
+        ...
+
+    def run_due(self, now: float) -> None:
+        """Let happen what is due; synchronous, and no task's work."""
+        ...
 
 
 class SimClock:
@@ -62,19 +80,45 @@ def run_virtual(
         internals._ALLOW_DETERMINISTIC_SCHEDULING = before  # noqa: SLF001
 
 
+async def run_due(timed: Timed) -> NoReturn:
+    """Let things happen in their time until cancelled.
+
+    Under `run_virtual` the clock itself sees to it, once all tasks sleep: for a task of its own a
+    simulated network would be woken in each tick, by a timer and an exception.
+    """
+    clock: Any = trio.lowlevel.current_clock()
+    drives = getattr(clock, "drives", None)
+    if drives is not None:
+        drives.append(timed)
+        try:
+            await trio.sleep_forever()
+        finally:
+            drives.remove(timed)
+    while True:
+        timed.run_due(trio.current_time())
+        with trio.CancelScope(deadline=timed.next_due_s()) as timed.wake:
+            await trio.sleep_forever()
+
+
 def _make_clock(tick_s: float) -> MockClock:
     """Return a clock that jumps as soon as all sleep, to the end of a tick if there are ticks."""
     clock = MockClock(autojump_threshold=0)
     private: Any = clock
+    drives: list[Timed] = []
+    private.drives = drives
     # As the real clock has no part in it, the time is what the last jump has left.
     private.current_time = lambda: private._virtual_base  # noqa: SLF001
 
-    def jump_to_tick() -> None:
-        ahead_s = trio.lowlevel.current_statistics().seconds_to_next_deadline
-        if 0 < ahead_s < math.inf:
-            now = clock.current_time()
-            clock.jump(math.ceil((now + ahead_s) / tick_s) * tick_s - now)
+    def jump() -> None:
+        deadlines = trio_internals.GLOBAL_RUN_CONTEXT.runner.deadlines
+        due_s = min([deadlines.next_deadline(), *(timed.next_due_s() for timed in drives)])
+        if due_s == math.inf:
+            return
+        if due_s > private._virtual_base:  # noqa: SLF001
+            to_s = math.ceil(due_s / tick_s) * tick_s if tick_s else due_s
+            private._virtual_base = to_s  # noqa: SLF001
+        for timed in drives:
+            timed.run_due(private._virtual_base)  # noqa: SLF001
 
-    if tick_s:
-        private._autojump = jump_to_tick  # noqa: SLF001
+    private._autojump = jump  # noqa: SLF001
     return clock

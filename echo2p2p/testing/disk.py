@@ -1,18 +1,20 @@
 """A disk that survives its node: the same SQL in memory, with fsyncs in virtual time and crashes.
 
 A node's app opens its store and blobs on a `SimDisk`. `SimDisk.crash` is the machine losing power:
-whatever was not yet forced to disk is gone, whoever still waits for it learns nothing but a
-`StoreError`, and the next start opens what is left.
+whoever still waits for a write learns nothing but a `StoreError`, and the next start opens what is
+left. What was being forced to disk may be there or not, whole in either case: a real disk may be
+through with it though nobody was told.
 """
 
 from __future__ import annotations
 
+import random
 import sqlite3
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import trio
 
@@ -23,9 +25,16 @@ from echo2p2p.net.store import apply_migrations, as_store_error, in_savepoint
 
 T = TypeVar("T")
 
+THROUGH_SHARE: Final = 0.5
+"""Of the writes that a crash interrupts, on disk all the same."""
+
 
 class SimDisk:
     """All that one simulated machine keeps.
+
+    Args:
+        sync_s: Virtual time of one fsync.
+        rng: Decides whether a write that a crash interrupts is on disk; ``None``: it never is.
 
     Attributes:
         sync_s: Virtual time of one fsync.
@@ -35,8 +44,11 @@ class SimDisk:
         commits: Transactions committed, counting those that shared one fsync as one.
     """
 
-    def __init__(self, *, sync_s: float = 0.004) -> None:
+    def __init__(self, *, sync_s: float = 0.004, rng: random.Random | None = None) -> None:
         self.sync_s = sync_s
+        self._rng = rng
+        self._interrupted: list[Callable[[], object]] = []
+        """Changes of blobs that are under way."""
         self.full = False
         self.full_from: int | None = None
         self.writes = 0
@@ -58,10 +70,26 @@ class SimDisk:
         return self.full
 
     def crash(self) -> None:
-        """Lose everything that was not yet forced to disk, at this very moment."""
+        """Lose what was not yet forced to disk, at this very moment."""
         self._power_cuts += 1
         for database in self._stores.values():
             database.lose_power()
+        for change in self._interrupted:
+            if not self.full and self.is_through():
+                change()
+
+    def is_through(self) -> bool:
+        """Draw whether what a crash interrupts is on disk."""
+        return self._rng is not None and self._rng.random() < THROUGH_SHARE
+
+    @contextmanager
+    def changing(self, change: Callable[[], object]) -> Iterator[None]:
+        """Say what will be on disk when this is over, or may be if a crash interrupts it."""
+        self._interrupted.append(change)
+        try:
+            yield
+        finally:
+            self._interrupted.remove(change)
 
     def look(self, name: str = "store") -> Rows:
         """Return the rows of a database as they are on disk, for an audit; nobody may have it open.
@@ -122,7 +150,9 @@ class _SimDatabase:
         self.open = False
 
     def lose_power(self) -> None:
-        """Undo what is not committed and let a new process in."""
+        """Undo what is not on disk, and let a new process in."""
+        if self.group is not None and self.disk.is_through():
+            self.connection.execute("COMMIT")
         self.abandon(StoreError("the machine lost power"))
         self.open = False
 
@@ -237,7 +267,8 @@ class SimBlobs:
         """
         checked_name(name)
         copy = bytes(data)
-        await self._sync()
+        with self._disk.changing(lambda: self._content.update({name: copy})):
+            await self._sync()
         if self._disk.refuses():
             raise StoreError(f"cannot write {name}: the disk is full: free some space")
         self._content[name] = copy
@@ -272,7 +303,8 @@ class SimBlobs:
     async def delete(self, name: str) -> None:
         """Forget it, one fsync later; no error if there is none."""
         checked_name(name)
-        await self._sync()
+        with self._disk.changing(lambda: self._content.pop(name, None)):
+            await self._sync()
         self._content.pop(name, None)
 
     async def _sync(self) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from contextvars import Context
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -21,7 +23,8 @@ import trio
 from echo2p2p.errors import ConfigError, HttpError
 from echo2p2p.net import routing
 from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsClient
-from echo2p2p.testing.links import SimLinks
+from echo2p2p.testing.links import SEGMENT_BYTES, SimLinks
+from echo2p2p.testing.stopping import context_of_now
 
 FIRST_FREE_PORT: Final = 40_000
 HEAD_BYTES: Final = 300
@@ -51,6 +54,8 @@ class _Listener:
 
     router: routing.Router
     journal: Journal
+    context: Context
+    """Of the process that listens."""
     nursery: trio.Nursery | None = None
     """Set while it serves."""
     exchanges: dict[_Exchange, None] = field(default_factory=dict)
@@ -59,7 +64,8 @@ class _Listener:
         """Start the handler."""
         assert self.nursery is not None
         self.exchanges[exchange] = None
-        self.nursery.start_soon(self._run, exchange, found, request, name=found.route.path)
+        start = partial(self.nursery.start_soon, name=found.route.path)
+        self.context.run(start, self._run, exchange, found, request)
 
     async def _run(self, exchange: _Exchange, found: routing.Match, request: Request) -> None:
         response = routing.closing()
@@ -194,7 +200,7 @@ class SimHttpServer:
             ConfigError: The address is in use.
         """
         await trio.lowlevel.checkpoint()
-        listener = _Listener(routing.Router(routes), self._journal)
+        listener = _Listener(routing.Router(routes), self._journal, context_of_now())
         bound = self._network.bind(Endpoint(self._host, endpoint.port), listener)
         async with trio.open_nursery() as nursery:
             listener.nursery = nursery
@@ -264,7 +270,9 @@ class SimHttpClient:
 
     async def _exchange(self, request: Request) -> Response:
         network = self._network
-        await self._there(0)
+        size = len(request.body)
+        short = size <= SEGMENT_BYTES  # it is on its way with its head, whatever becomes of that
+        await self._there(size if short else 0)
         listener = network.listener(self._endpoint)
         if listener is None:
             await self._back(0)
@@ -275,10 +283,10 @@ class SimHttpClient:
         who = routing.look_at_head(found.route, replace(request, body=b""))
         if isinstance(who, Response):
             return await self._answer(who)
-        if len(request.body) > found.route.body_bytes_max:
+        if size > found.route.body_bytes_max:
             return await self._answer(routing.body_too_long(found.route))
-        if request.body:
-            await self._there(len(request.body), more=True)
+        if not short:
+            await self._there(size, more=True)
         if network.listener(self._endpoint) is not listener:
             raise HttpError(f"{self._url}: closed the connection before it had answered")
         request = replace(request, query={**request.query, **found.parts})

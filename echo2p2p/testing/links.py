@@ -22,11 +22,14 @@ import heapq
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import trio
+
+from echo2p2p.testing import clock
 
 SEGMENT_BYTES: Final = 16 * 1024
 PACKET_BYTES: Final = 1460
@@ -95,9 +98,11 @@ class SimLinks:
         self._nodes: dict[str, Node] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._pause = trio.CancelScope()
-        self._cuts: set[tuple[str, str]] = set()
-        self._frozen: set[str] = set()
+        self.wake = trio.CancelScope()
+        """Of whoever waits for what is due next."""
+        self._cuts: Counter[tuple[str, str]] = Counter()
+        self._frozen: Counter[str] = Counter()
+        """How often each is cut or frozen: what overlaps has to end as often as it began."""
         self._held: list[tuple[str, str, Callable[[], None]]] = []
         self._at_s = -math.inf
         """When the event that runs now was due."""
@@ -131,20 +136,22 @@ class SimLinks:
 
     def cut(self, sender: str, receiver: str) -> None:
         """Hold back all that ``sender`` sends to ``receiver``; one way, silent."""
-        self._cuts.add((sender, receiver))
+        self._cuts[sender, receiver] += 1
 
     def heal(self, sender: str, receiver: str) -> None:
-        """End a cut; what was held back goes on, in order."""
-        self._cuts.discard((sender, receiver))
+        """End one cut; after the last of them what was held back goes on, in order."""
+        assert self._cuts[sender, receiver], f"{sender} and {receiver} are not cut"
+        self._cuts[sender, receiver] -= 1
         self._release()
 
     def freeze(self, name: str) -> None:
         """Let nothing out of a machine and nothing into it, as if it were stopped."""
-        self._frozen.add(name)
+        self._frozen[name] += 1
 
     def thaw(self, name: str) -> None:
-        """End a freeze; what was held back goes on, in order."""
-        self._frozen.discard(name)
+        """End one freeze; after the last of them what was held back goes on, in order."""
+        assert self._frozen[name], f"{name} is not frozen"
+        self._frozen[name] -= 1
         self._release()
 
     def node(self, name: str) -> Node | None:
@@ -158,15 +165,18 @@ class SimLinks:
 
     async def run(self) -> None:
         """Carry segments until cancelled."""
-        while True:
-            now = trio.current_time()
-            while self._events and self._events[0][0] <= now:
-                self._at_s, _, action = heapq.heappop(self._events)
-                action()
-            self._at_s = -math.inf
-            until_s = self._events[0][0] if self._events else math.inf
-            with trio.CancelScope(deadline=until_s) as self._pause:
-                await trio.sleep_forever()
+        await clock.run_due(self)
+
+    def next_due_s(self) -> float:
+        """Return when something is to happen next."""
+        return self._events[0][0] if self._events else math.inf
+
+    def run_due(self, now: float) -> None:
+        """Let happen what is due."""
+        while self._events and self._events[0][0] <= now:
+            self._at_s, _, action = heapq.heappop(self._events)
+            action()
+        self._at_s = -math.inf
 
     # --- what connections do ------------------------------------------------------------------
 
@@ -177,8 +187,8 @@ class SimLinks:
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run ``action`` in ``delay_s`` seconds."""
         when = self._now() + delay_s
-        if when < self._pause.deadline:
-            self._pause.deadline = when
+        if when < self.wake.deadline:
+            self.wake.deadline = when
         heapq.heappush(self._events, (when, next(self._order), action))
 
     def travel(self, lane: Lane, size: int, deliver: Callable[[], None]) -> float:
@@ -196,22 +206,9 @@ class SimLinks:
             lane.free_s = max(now, lane.free_s) + size / self._lossy_rate(lane)
             left_s = max(left_s, lane.free_s)
 
-        def arrive() -> None:
-            if self._is_held(sender.name, receiver.name):
-                self._held.append((sender.name, receiver.name, arrive))
-                return
-            now = self._now()
-            is_idle = receiver.down_free_s < now  # nothing before it is still to be delivered
-            receiver.down_free_s = max(now, receiver.down_free_s) + size / receiver.down_bytes_per_s
-            receiver.received_bytes += size
-            if is_idle and receiver.down_free_s - now < AT_ONCE_S:
-                deliver()
-            else:
-                self.after(receiver.down_free_s - now, deliver)
-
         way_s = 0.0 if lane.is_under_way else sender.latency_s + receiver.latency_s
         lane.reached_s = max(lane.reached_s, left_s + way_s + late_s)
-        self.after(lane.reached_s - now, arrive)
+        self.after(lane.reached_s - now, _Segment(self, lane, size, deliver).arrive)
         return 0.0 if left_s - now < AT_ONCE_S else left_s - now
 
     def full_for(self, lane: Lane) -> float:
@@ -229,6 +226,25 @@ class SimLinks:
 
     # --- inside -------------------------------------------------------------------------------
 
+    def arrived(self, lane: Lane, size: int, deliver: Callable[[], None]) -> None:
+        """A segment has reached its receiver's line."""
+        receiver, now = lane.receiver, self._now()
+        is_idle = receiver.down_free_s < now  # nothing before it is still to be delivered
+        receiver.down_free_s = max(now, receiver.down_free_s) + size / receiver.down_bytes_per_s
+        receiver.received_bytes += size
+        if is_idle and receiver.down_free_s - now < AT_ONCE_S:
+            deliver()
+        else:
+            self.after(receiver.down_free_s - now, deliver)
+
+    def hold(self, lane: Lane, arrive: Callable[[], None]) -> bool:
+        """Keep a segment's arrival for later if nothing gets through now."""
+        sender, receiver = lane.sender.name, lane.receiver.name
+        is_held = self._is_held(sender, receiver)
+        if is_held:
+            self._held.append((sender, receiver, arrive))
+        return is_held
+
     def _now(self) -> float:
         """Return the time; while events are worked through, when the present one was due.
 
@@ -238,8 +254,8 @@ class SimLinks:
         return trio.current_time() if self._at_s == -math.inf else self._at_s
 
     def _is_held(self, sender: str, receiver: str) -> bool:
-        frozen = sender in self._frozen or receiver in self._frozen
-        return frozen or (sender, receiver) in self._cuts
+        frozen = self._frozen[sender] or self._frozen[receiver]
+        return bool(frozen or self._cuts[sender, receiver])
 
     def _release(self) -> None:
         held, self._held = self._held, []
@@ -272,6 +288,25 @@ class SimLinks:
         if not share or not round_s:
             return math.inf
         return MATHIS * PACKET_BYTES / (round_s * math.sqrt(share))
+
+
+@dataclass(eq=False, slots=True)
+class _Segment:
+    """Bytes on their way.
+
+    An object and not a closure, which would hold itself: such garbage in cycles took a sixth of the
+    time of a large world.
+    """
+
+    links: SimLinks
+    lane: Lane
+    size: int
+    deliver: Callable[[], None]
+
+    def arrive(self) -> None:
+        """It has come to the receiver's line."""
+        if not self.links.hold(self.lane, self.arrive):
+            self.links.arrived(self.lane, self.size, self.deliver)
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import AsyncIterator
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,12 +22,23 @@ import trio
 from echo2p2p.errors import ConfigError, LinkError
 from echo2p2p.net.ports import Accept, Endpoint
 from echo2p2p.testing.links import SEGMENT_BYTES, Lane, SimLinks, Traffic
+from echo2p2p.testing.stopping import context_of_now
 
 __all__ = ["SEGMENT_BYTES", "UNSENT_BYTES", "WINDOW_BYTES", "SimNetwork", "SimStream", "Traffic"]
 
 WINDOW_BYTES: Final = 256 * 1024
 UNSENT_BYTES: Final = 2 * SEGMENT_BYTES
 PORT_FIRST: Final = 49152
+
+
+@dataclass(eq=False, frozen=True)
+class _Listener:
+    """One open port."""
+
+    accept: Accept
+    nursery: trio.Nursery
+    context: Context
+    """Of the process that listens."""
 
 
 @dataclass(eq=False)
@@ -36,7 +48,7 @@ class _Machine:
     name: str
     alive: bool = True
     refuses: bool = False
-    listeners: dict[int, tuple[Accept, trio.Nursery]] = field(default_factory=dict)
+    listeners: dict[int, _Listener] = field(default_factory=dict)
     streams: set[SimStream] = field(default_factory=set)
     ports: itertools.count[int] = field(default_factory=lambda: itertools.count(PORT_FIRST))
 
@@ -89,13 +101,12 @@ class SimNetwork(SimLinks):
         listener = other.listeners.get(endpoint.port)
         if not (listener and other.alive and machine.alive) or other.refuses:
             return None
-        accept, nursery = listener
         ours = SimStream(self, machine, out, next(self._numbers))
         theirs = SimStream(self, other, back, next(self._numbers))
         ours.other, theirs.other = theirs, ours
         machine.streams.add(ours)
         other.streams.add(theirs)
-        nursery.start_soon(_serve, accept, theirs)
+        listener.context.run(listener.nursery.start_soon, _serve, listener.accept, theirs)
         return ours
 
     def _machine(self, name: str) -> _Machine:
@@ -143,7 +154,8 @@ class SimStreams:
         if port in machine.listeners:
             raise ConfigError("relay.listen", f"port {port} is taken; choose another")
         async with trio.open_nursery() as nursery:
-            machine.listeners[port] = mine = (accept, nursery)
+            mine = _Listener(accept, nursery, context_of_now())
+            machine.listeners[port] = mine
             try:
                 yield Endpoint(machine.name, port)
             finally:
@@ -169,7 +181,9 @@ class SimStream(trio.abc.HalfCloseableStream):
         self._broken = self._closed = self._other_closed = False
         self._unread_bytes = self._unsent_bytes = 0
         self._sending = self._receiving = False
-        self._readable, self._writable = trio.Event(), trio.Event()
+        self._reader: trio.lowlevel.Task | None = None
+        """Waits for something to read."""
+        self._writable = trio.Event()
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send; returns when all bytes are queued on the uplink."""
@@ -186,6 +200,18 @@ class SimStream(trio.abc.HalfCloseableStream):
                 rest = rest[SEGMENT_BYTES:]
         finally:
             self._sending = False
+
+    def send_nowait(self, data: bytes | bytearray | memoryview) -> bool:
+        """Send all of it if it can be queued at once, else nothing; the caller is to checkpoint.
+
+        A task step less than `send_all`, which must give way to other tasks even then.
+        """
+        fits = len(data) <= SEGMENT_BYTES and not self._sending
+        ended = self._closed or self._broken or self._other_closed or self._eof_sent
+        if not fits or ended or self._is_full() or self._network.full_for(self.lane):
+            return False
+        self._send_segment(memoryview(bytes(data)))
+        return True
 
     async def wait_send_all_might_not_block(self) -> None:
         """Wait for room in the window."""
@@ -221,7 +247,8 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise ValueError("max_bytes must be >= 1")
         self._receiving = True
         try:
-            await trio.lowlevel.checkpoint()
+            if self._arrived or self._closed or self._broken or self._eof:
+                await trio.lowlevel.checkpoint()  # else the wait is one
             while not self._arrived:
                 if self._closed:
                     raise trio.ClosedResourceError
@@ -229,8 +256,8 @@ class SimStream(trio.abc.HalfCloseableStream):
                     raise trio.BrokenResourceError("the other end is gone")
                 if self._eof:
                     return b""
-                self._readable = trio.Event()
-                await self._readable.wait()
+                self._reader = trio.lowlevel.current_task()  # an event would cost as much as a step
+                await trio.lowlevel.wait_task_rescheduled(self._stop_reading)
             if self._closed:
                 raise trio.ClosedResourceError
             return self._take(max_bytes)
@@ -259,12 +286,12 @@ class SimStream(trio.abc.HalfCloseableStream):
         if self._closed or self._broken:
             return
         self._arrived.append(segment)
-        self._readable.set()
+        self._wake_reader()
 
     def take_eof(self) -> None:
         """The other end will send nothing more."""
         self._eof = True
-        self._readable.set()
+        self._wake_reader()
 
     def take_close(self) -> None:
         """The other end takes nothing more either."""
@@ -285,8 +312,17 @@ class SimStream(trio.abc.HalfCloseableStream):
 
     # --- inside -------------------------------------------------------------------------------
 
+    def _stop_reading(self, _: object) -> trio.lowlevel.Abort:
+        self._reader = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+    def _wake_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            trio.lowlevel.reschedule(reader)
+
     def _wake(self) -> None:
-        self._readable.set()
+        self._wake_reader()
         self._writable.set()
 
     def _check_sendable(self) -> None:
@@ -298,17 +334,16 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise trio.ClosedResourceError("sending after the end")
 
     async def _wait_window(self) -> None:
-        while (
-            self._unread_bytes >= WINDOW_BYTES
-            or self._unsent_bytes >= UNSENT_BYTES
-            or (full_s := self._network.full_for(self.lane))
-        ):
+        while self._is_full() or (full_s := self._network.full_for(self.lane)):
             self._check_sendable()
             self._writable = trio.Event()
-            if self._unread_bytes < WINDOW_BYTES and self._unsent_bytes < UNSENT_BYTES:
+            if not self._is_full():
                 self._network.after(full_s, self._wake_writer)
             await self._writable.wait()
         self._check_sendable()
+
+    def _is_full(self) -> bool:
+        return self._unread_bytes >= WINDOW_BYTES or self._unsent_bytes >= UNSENT_BYTES
 
     def _send_segment(self, segment: memoryview) -> None:
         self._unread_bytes += len(segment)

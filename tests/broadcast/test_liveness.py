@@ -44,6 +44,14 @@ def test_nothing_is_due_before_its_time():
     assert link.on_time(1.99) is None
 
 
+def test_a_ping_may_go_a_little_early_where_that_is_asked_for():
+    link = Liveness(0.0, early_s=0.5)
+    assert link.next_deadline() == 2.0
+    assert link.on_time(1.4) is None
+    assert link.on_time(1.5) == SendPing(1)
+    assert link.next_deadline() == 3.5
+
+
 def test_only_the_answer_to_the_last_ping_measures_the_round_trip():
     link = Liveness(0.0)
     assert link.pong(0, 1.0) is None

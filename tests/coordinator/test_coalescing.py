@@ -12,7 +12,7 @@ from echo2p2p.testing.system import SimSharedMemory
 from echo2p2p.weights.layout import Layout
 from scenarios.fake_learner import FakeLearner
 from scenarios.middle import Bench, open_bench, right_answers
-from scenarios.world import MemoryShelf
+from scenarios.parts import MemoryShelf
 
 STEPS = 12
 

@@ -1,4 +1,6 @@
 import contextlib
+import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from trio.testing import memory_stream_pair
 from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import SOURCE, ManifestId
 from echo2p2p.net.departure import DepartingStream
-from echo2p2p.net.link import LinkSettings, open_link
+from echo2p2p.net.link import WATCH_EVERY_S, LinkSettings, open_link, watch_links
 from echo2p2p.net.stream import FrameStream
 from echo2p2p.testing.relays import RUN_ID, RunKeys
 from echo2p2p.wire.arrays import from_tokens
@@ -77,17 +79,20 @@ async def running(*links_and_handlers):
         except (LinkError, RemoteProtocolError) as error:
             ends[link] = error
 
-    async with trio.open_nursery() as nursery:
-        for link, handler in links_and_handlers:
-            nursery.start_soon(run, link, handler)
-        yield ends
+    live = {link for link, _ in links_and_handlers}
+    async with trio.open_nursery() as watching:
+        watching.start_soon(watch_links, lambda: live - ends.keys())
+        async with trio.open_nursery() as nursery:
+            for link, handler in links_and_handlers:
+                nursery.start_soon(run, link, handler)
+            yield ends
+        watching.cancel_scope.cancel()
 
 
 async def raw_end(settings=None, handler=None):
     """Return a link, and the bare frames of its authenticated other end."""
     left, right = memory_stream_pair()
     frames = FrameStream(right)
-    opened = []
 
     async def theirs():
         shake = Handshake(me("two"), nonce=b"2" * 32)
@@ -100,8 +105,10 @@ async def raw_end(settings=None, handler=None):
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(theirs)
-        opened.append(await open_link(left, me("one"), nonce=b"1" * 32, settings=settings))
-    return opened[0], frames
+        link = await open_link(
+            left, me("one"), nonce=b"1" * 32, settings=settings, expected=me("two").peer_id
+        )
+    return link, frames
 
 
 async def test_two_members_open_a_link_and_exchange_frames_and_chunks(autojump_clock):
@@ -167,6 +174,77 @@ async def test_a_silent_remote_is_dead_after_six_seconds(autojump_clock):
     assert isinstance(ends[link], LinkError)
     assert "silent" in str(ends[link])
     assert await frames.receive() == Frame(Ping(nonce=1))
+
+
+class Sticky:
+    """The sending half of a stream, where each write takes its time."""
+
+    def __init__(self, inner):
+        self.inner, self.takes_s = inner, 0.0
+
+    async def send_all(self, data):
+        await trio.sleep(self.takes_s)
+        await self.inner.send_all(data)
+
+    async def aclose(self):
+        await self.inner.aclose()
+
+
+async def test_each_write_has_all_of_the_timeout_and_one_that_has_not_is_the_links_end(
+    autojump_clock,
+):
+    link, frames = await raw_end(LinkSettings(send_timeout_s=10.0))
+    ours = link._frames._stream
+    ours.send_stream = sticky = Sticky(ours.send_stream)
+
+    async def talk():
+        for nonce in itertools.count():
+            await frames.send(Have(manifest_id=ID, indices=from_tokens([nonce])))
+            await trio.sleep(1)
+
+    async with running((link, Recorder())) as ends, trio.open_nursery() as nursery:
+        nursery.start_soon(talk)
+        sticky.takes_s = 8.0
+        for _ in range(4):
+            link.send_nowait(Want(manifest_id=ID))
+            await trio.sleep(8)
+        assert not ends
+        sticky.takes_s = 0.0
+        await trio.sleep(100)
+        sticky.takes_s = math.inf
+        link.send_nowait(Want(manifest_id=ID))
+        await trio.sleep(9.9)
+        assert not ends
+        await trio.sleep(0.1 + 2 * WATCH_EVERY_S)
+        assert ends
+        nursery.cancel_scope.cancel()
+    assert "took none of" in str(ends[link])
+
+
+async def test_the_pings_of_a_node_go_out_together(autojump_clock):
+    pairs = []
+    for _ in range(5):
+        pairs.append(await raw_end())
+        await trio.sleep(0.3)
+    heard_s = []
+
+    async def listen(frames):
+        while (await frames.receive()) is not None:
+            heard_s.append(trio.current_time())
+            await frames.send(Pong(nonce=0))
+
+    async with running(*((link, Recorder()) for link, _ in pairs)) as ends:
+        async with trio.open_nursery() as nursery:
+            for _, frames in pairs:
+                nursery.start_soon(listen, frames)
+            await trio.sleep(41)
+            nursery.cancel_scope.cancel()
+        assert not ends
+        for link, _ in pairs:
+            link.close("enough")
+    assert len(heard_s) <= 5 * 21
+    # Of 2 s, 0.5 s go together with the first: here 3 moments, and not 5, in each of 15 rounds.
+    assert len({at for at in heard_s if at > 11}) <= 3 * 16
 
 
 async def test_a_ping_is_answered(autojump_clock):

@@ -93,7 +93,7 @@ def test_kill_9_leaves_nothing_behind(tmp_path):
 
 def live(text, seed=7):
     async def play():
-        return await live_lab.play_live("a.toml", read_story(text, "a.toml"), seed, None)
+        return await live_lab.play_live("a.toml", read_story(text, "a.toml"), seed)
 
     return trio.run(play)
 

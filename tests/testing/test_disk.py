@@ -1,5 +1,8 @@
 """Crashes of the simulated disk: what was returned stays, what was not may not."""
 
+import random
+from collections.abc import Awaitable, Callable
+
 import pytest
 import trio
 
@@ -132,3 +135,40 @@ def test_a_full_disk_refuses_writes_until_there_is_room() -> None:
             assert await store.transact(names) == ["b"]
 
     run_virtual(main, seed=1)
+
+
+def left_by_a_crash(seed: int) -> tuple[list[object], bytes, bool]:
+    """Return the rows and blobs that a crash leaves of what was being written."""
+
+    async def main() -> tuple[list[object], bytes, bool]:
+        disk = SimDisk(sync_s=0.01, rng=random.Random(seed))
+        blobs = disk.blobs()
+        await blobs.put("x", b"old")
+        await blobs.put("y", b"")
+
+        async def told_nothing(write: Callable[[], Awaitable[object]]) -> None:
+            with pytest.raises(StoreError, match="lost power"):
+                await write()
+
+        async with disk.open_store("s", SCHEMA) as store, trio.open_nursery() as nursery:
+            await store.transact(put("kept"))
+            nursery.start_soon(told_nothing, lambda: store.transact(put("a")))
+            nursery.start_soon(told_nothing, lambda: store.transact(put("b")))
+            nursery.start_soon(told_nothing, lambda: blobs.put("x", b"new"))
+            nursery.start_soon(told_nothing, lambda: blobs.delete("y"))
+            await trio.sleep(0.005)
+            disk.crash()
+        async with disk.open_store("s", SCHEMA) as again:
+            rows = await again.transact(names)
+        return rows, await disk.blobs().get("x"), "y" in await disk.blobs().names()
+
+    return run_virtual(main, seed=1)
+
+
+def test_what_a_crash_interrupts_may_be_on_disk_though_nobody_was_told_and_is_whole() -> None:
+    left = [left_by_a_crash(seed) for seed in range(40)]
+    rows, blobs, others = zip(*left, strict=True)
+    assert {tuple(row) for row in rows} == {("kept",), ("a", "b", "kept")}, "of one fsync, all"
+    assert set(blobs) == {b"old", b"new"}
+    assert set(others) == {True, False}
+    assert left_by_a_crash(3) == left[3]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.limits import MESSAGE_BINARY_BYTES_MAX, MESSAGE_ITEMS_MAX, MESSAGE_STRING_BYTES_MAX
 from echo2p2p.testing.examples import EXAMPLES
-from echo2p2p.testing.strategies import all_messages
+from echo2p2p.testing.strategies import all_messages, any_message
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import (
     Goodbye,
@@ -49,6 +49,12 @@ def refused(data, kind=RelayFrame):
         codec.decode(data, kind)
     assert caught.value.violation is Violation.MALFORMED
     return caught.value.detail
+
+
+@given(any_message())
+def test_the_bytes_are_those_that_the_parser_s_own_writer_makes(message):
+    plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+    assert codec.encode(message) == msgpack.packb(plain, use_bin_type=True)
 
 
 @given(st.binary(max_size=200))
