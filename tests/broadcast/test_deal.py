@@ -71,6 +71,27 @@ def test_each_chunk_but_the_index_is_dealt_once_and_evenly():
     assert deals.dealer.finished
 
 
+def test_a_relay_that_cannot_be_dialled_is_counted_on_for_those_that_it_has_links_to():
+    """Two of four: each has two links beside the source, and the others serve its like."""
+    relays = [PeerId(name) for name in "abcd"]
+    deals = Deals(count=101, relays=relays)
+    for relay in relays:
+        deals.rates.of(relay).penalise(2_000_000.0)
+    deals.rates.reach.undialable = frozenset(relays[:2])
+    while deals.deal(0.0) is not None:
+        pass
+    shares = [len(deals.dealt[relay]) for relay in relays]
+    assert min(shares[:2]) > 2 * max(shares[2:])
+    a, b, c, d = relays
+    index = deals.dealt[a][0]
+    before = deals.dealer._relays[a].owed
+    deals.dealer.announced(b, index, 0.1)
+    assert deals.dealer._relays[a].owed == before, "it came from another"
+    deals.dealer.announced(c, index, 0.1)
+    deals.dealer.announced(d, index, 0.1)
+    assert deals.dealer._relays[a].owed == before - 2
+
+
 def test_a_relay_with_less_to_do_is_waited_for_while_its_link_takes_a_deal():
     deals = Deals()
     a, b, c = RELAYS
