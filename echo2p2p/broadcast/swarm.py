@@ -301,7 +301,7 @@ class Swarm:
             self._push_on(transfer, index, transfer.origins.pop(index, None), now)
         if new:
             transfer.fresh += new
-            self._flush_s = min(self._flush_s, now + self._settings.have_batch_s)
+            self._flush_s = min(self._flush_s, now + self._settings.batch_s(mesh=self._mesh))
         if 0 in new:
             for index in list(transfer.origins):  # what had waited for the index and was wrong
                 self._lose(transfer, index, now)
@@ -406,7 +406,8 @@ class Swarm:
             if transfer.fresh:
                 fresh, transfer.fresh = sorted(transfer.fresh), []
                 for link in transfer.followers:
-                    self._announce(transfer, link, fresh)
+                    if self._mesh or self._from_source(link) or transfer.is_news(link, fresh):
+                        self._announce(transfer, link, fresh)
 
     def _lose(self, transfer: Transfer, index: int, now: float) -> None:
         """Want a chunk again that had come; its sender, if it is still linked, does hold it."""

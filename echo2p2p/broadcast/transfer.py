@@ -151,6 +151,11 @@ class Transfer:
                 some = tuple(part[start : start + HAVE_INDICES_MAX])
                 yield SendHave(link, self.manifest_id, some, asked)
 
+    def is_news(self, link: PeerId, indices: Iterable[int]) -> bool:
+        """Return whether the other side lacks any of these, as far as we know."""
+        held = self.view(link).held
+        return any(index not in held for index in indices)
+
     def refusal(self, link: PeerId, index: int, now: float) -> Literal["not_held", "busy"] | None:
         """Return why a request of a follower is refused, if it is."""
         if index not in self.held:

@@ -533,6 +533,19 @@ def test_outside_a_mesh_a_chunk_is_pushed_to_two_only():
     assert sum(isinstance(effect, SendChunk) for effect in effects) == 2
 
 
+@pytest.mark.parametrize("mesh", [True, False])
+def test_outside_a_mesh_the_source_is_told_of_a_chunk_and_who_lacks_it(mesh):
+    swarm = opened(SOURCE, "a", "b", "c", held=[0])
+    swarm.reach.mesh = mesh
+    for link in (SOURCE, "a", "b", "c"):
+        swarm.receive_want(link, ID, 0.0)
+    swarm.receive_have("a", ID, [5], 0.9)
+    swarm.chunk_arrived("b", ID, 5, CHUNK, 1.0)
+    swarm.chunks_stored(ID, [5], 1.0)
+    told = [effect.link for effect in swarm.on_time(1.1) if isinstance(effect, SendHave)]
+    assert told == ([SOURCE, "a", "c"] if mesh else [SOURCE, "c"])
+
+
 def test_a_copy_made_in_a_relays_stead_is_not_pushed_on():
     swarm = opened(SOURCE, "a", "b", held=[0])
     for link in (SOURCE, "a", "b"):
