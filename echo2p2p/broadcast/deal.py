@@ -45,6 +45,10 @@ DEALS_AT_WORK: Final = 2
 """A relay's oldest chunks, which it is passing on: never too many, and left to it."""
 
 REDEAL_MIN_S: Final = 1.0
+STUCK: Final = 4.0
+"""So many times the usual time a deal may take to leave; then it is dealt to another: the link's
+receiver hardly takes anything, so it would pass nothing on either."""
+
 POLL_S: Final = 0.25
 EVEN_S: Final = 0.1
 """Relays whose work differs by less are as good as each other."""
@@ -112,10 +116,15 @@ class _Deal:
     relay: PeerId
     owed: int
     """Copies that the relay still has to make."""
+    copies: int
+    """That it had to make."""
+    expected_s: float
+    """What these and those before them should take, as it seemed when it was dealt."""
+    dealt_s: float
     sent_s: float | None = None
     """When it left; ``None`` while it waits for the link."""
     spread: bool = False
-    """Whether a second holder was seen."""
+    """Whether a second holder was seen, or is made."""
     second: int = 0
     """Copies for those that the relay has no links to, which others will make."""
 
@@ -162,6 +171,8 @@ class Dealer:
         """Copies of all deals."""
         self._promised: dict[int, tuple[PeerId, float]] = {}
         self._refused: set[tuple[PeerId, int]] = set()
+        self._leaving_s = math.inf
+        """What a deal takes to leave, on average; nothing is late before the first has left."""
         self._next_check_s = float("inf")
         self.redealt = 0
 
@@ -258,7 +269,9 @@ class Dealer:
             state.deals[index] = None
             state.dealt += 1
             state.latest, state.latest_s = index, now
-            deal = self._deals[index] = _Deal(relay, owed)
+            expected_s = state.owed * self._chunk_bytes / self._rates.patient(relay)
+            deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, now)
+            self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
             if fanout is None and owed:
                 deal.second = len(lacking) - 1 - owed
                 self._second += deal.second
@@ -332,6 +345,7 @@ class Dealer:
         """What `help` returned is on its way."""
         deal = self._deals[index]
         deal.spread = True
+        deal.copies -= 1
         self._paid(index, deal, now)
 
     def _is_late(self, relay: PeerId) -> bool:
@@ -371,6 +385,9 @@ class Dealer:
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
         deal.sent_s = now
+        took_s = now - deal.dealt_s
+        first = self._leaving_s == math.inf
+        self._leaving_s = took_s if first else self._leaving_s + (took_s - self._leaving_s) / 8
         if deal.owed <= 0:
             self._settle(index, deal)
             return
@@ -400,6 +417,8 @@ class Dealer:
             rate.add(self._chunk_bytes, now)
             rate.start(now)  # with the first, so that the way there and back does not count
             self._paid(index, deal, now)
+            if deal.owed <= 0 and deal.sent_s is not None and now > deal.sent_s:
+                rate.at_least(deal.copies * self._chunk_bytes / (now - deal.sent_s))
 
     def _paid(self, index: int, deal: _Deal, now: float) -> None:
         deal.owed -= 1
@@ -422,17 +441,17 @@ class Dealer:
         return self._next_check_s
 
     def on_time(self, now: float) -> None:
-        """Take back what relays did not pass on in time."""
+        """Take back what relays did not take, or did not pass on, in time."""
         if now < self._next_check_s:
             return
-        backlogs = {relay: state.owed for relay, state in self._relays.items()}
         for relay in self._relays:
             self._rates.of(relay).tick(now)
         for index, deal in list(self._deals.items()):
             if deal.sent_s is None:
-                continue
-            work_s = backlogs[deal.relay] * self._chunk_bytes / self._rates.patient(deal.relay)
-            if now - deal.sent_s <= max(REDEAL_MIN_S, 2 * work_s):
+                is_due = now - deal.dealt_s > max(REDEAL_MIN_S, STUCK * self._leaving_s)
+            else:
+                is_due = now - deal.sent_s > max(REDEAL_MIN_S, 2 * deal.expected_s)
+            if not is_due:
                 continue
             self._settle(index, deal)
             self._tried.setdefault(index, set()).add(deal.relay)
@@ -440,8 +459,7 @@ class Dealer:
                 self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
                 self._undealt.appendleft(index)
                 self.redealt += 1
-        waiting = any(deal.sent_s is not None for deal in self._deals.values())
-        self._next_check_s = now + POLL_S if waiting else float("inf")
+        self._next_check_s = now + POLL_S if self._deals else float("inf")
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -286,3 +286,53 @@ def test_a_pushed_chunk_that_never_left_is_dealt_again():
     relay, index = deals.dealer.deal(RELAYS, deals.known, None, 0.1)
     deals.dealer.not_sent(relay, index)
     assert deals.deal(0.1)[1] == index
+
+
+def test_what_a_link_does_not_take_is_dealt_to_another_unless_all_of_them_are_slow():
+    for usual_s, dealt_again in ((0.05, True), (0.5, False)):
+        deals = Deals(count=11)
+        dealer, (a, b, c) = deals.dealer, RELAYS
+        for relay, now in ((a, 0.0), (b, 1.0)):
+            chosen, index = dealer.deal([relay], deals.known, None, now)
+            deals.known[chosen].add(index)
+            if relay == a:
+                dealer.sent(a, index, usual_s)
+                for peer in (b, c):
+                    dealer.announced(peer, index, usual_s + 0.1)
+        dealer.on_time(1.0 + 0.9 * REDEAL_MIN_S)
+        assert dealer.redealt == 0
+        dealer.on_time(1.0 + 1.5 * REDEAL_MIN_S)
+        assert (dealer.redealt == 1) is dealt_again
+        if dealt_again:
+            relay, again = deals.deal(3.0)
+            assert again == index
+            assert relay != b, "it may yet come, but nobody waits for it"
+
+
+def test_before_anything_has_left_nothing_is_late():
+    deals = Deals(count=11)
+    deals.dealer.deal(RELAYS, deals.known, None, 0.0)
+    deals.dealer.on_time(20.0)
+    assert deals.dealer.redealt == 0
+
+
+def test_later_deals_buy_an_older_one_no_time():
+    deals = Deals(count=401)
+    a = RELAYS[0]
+    deals.rates.of(a).penalise(200_000.0)
+    _, oldest = deals.deal(0.0, candidates=[a])
+    for _ in range(10):
+        deals.deal(0.9, candidates=[a])
+    deals.dealer.on_time(1.1 * REDEAL_MIN_S)
+    assert deals.dealer.redealt == 1
+    assert deals.deal(2.0)[1] == oldest
+
+
+def test_a_relay_that_was_taken_for_slow_is_believed_when_it_is_quick():
+    deals = Deals(count=401)
+    a, b, c = RELAYS
+    deals.rates.of(a).penalise(2_000.0)
+    _, index = deals.deal(0.0, candidates=[a])
+    for peer in (b, c):
+        deals.dealer.announced(peer, index, 0.1)
+    assert deals.rates.of(a).bytes_per_s == pytest.approx(2 * CHUNK / 0.1)
