@@ -125,7 +125,11 @@ def _check(cases: Sequence[Case]) -> None:
             raise ConfigError(
                 "--rtt-ms", "only with --virtual: namespaces cannot hold packets back here"
             )
-        uplinks_mbit = sum(line.up_mbit for line in plan_lines(case.links, case.peers))
+        lines = plan_lines(case.links, case.peers)
+        if any(line.rtt_ms or line.loss for line in lines):
+            detail = f"{case.links} lines only with --virtual: namespaces lose and delay no packets"
+            raise ConfigError("--links", detail)
+        uplinks_mbit = sum(line.up_mbit for line in lines)
         if uplinks_mbit > namespaces.TOTAL_MBIT_MAX:
             detail = (
                 f"{case.peers} peers have {uplinks_mbit:g} Mbit/s together, one machine"

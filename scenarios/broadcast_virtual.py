@@ -8,6 +8,7 @@ machines and the lines between them.
 
 from __future__ import annotations
 
+import random
 import time  # noqa: TID251 - a benchmark reads its own thread's CPU clock
 from dataclasses import dataclass
 from typing import Final
@@ -65,20 +66,21 @@ def measure(case: Case, systems: list[str], runs: int) -> list[Row]:
     return rows
 
 
-def _make_network(case: Case, lines: list[Line]) -> SimNetwork:
-    network = SimNetwork()
+def _make_network(case: Case, lines: list[Line], seed: int) -> SimNetwork:
+    network = SimNetwork(random.Random(seed))  # noqa: S311 - to be repeatable
     for index, line in enumerate(lines):
         network.add_node(
             member_name(index),
             up_bytes_per_s=line.up_bytes_per_s,
             down_bytes_per_s=line.down_bytes_per_s,
-            latency_s=case.rtt_ms * MS / 4,
+            latency_s=case.rtt_ms * MS / 4 + line.rtt_ms * MS / 2,
+            loss=line.loss,
         )
     return network
 
 
 async def _relay(case: Case, lines: list[Line], seed: int) -> Outcome:
-    network = _make_network(case, lines)
+    network = _make_network(case, lines, seed)
     listens = {member_name(index): line.reachable for index, line in enumerate(lines)}
     memory: dict[ManifestId, _SharedMemory] = {}
 
@@ -145,7 +147,7 @@ async def _clocked(case: Case, net: _Net) -> Outcome:
 
 
 async def _one_to_many(case: Case, lines: list[Line], seed: int) -> Outcome:
-    network = _make_network(case, lines)
+    network = _make_network(case, lines, seed)
     source = member_name(0)
     finished: dict[int, float] = {}
     async with trio.open_nursery() as nursery:

@@ -79,6 +79,11 @@ def test_lines_of_each_kind():
     assert [line.up_mbit for line in plan_lines("mixed", 5)] == [20, 10, 20, 40, 10, 20]
     assert {line.down_mbit for line in plan_lines("mixed", 5)} == {40}
     assert [line.reachable for line in plan_lines("nat", 4)] == [True, True, False, True, False]
+    source, *far = plan_lines("satellite", 2)
+    assert (source.rtt_ms, source.loss) == (0, 0)
+    assert [(line.up_mbit, line.down_mbit, line.rtt_ms, line.loss) for line in far] == [
+        (1, 5, 600, 0.02)
+    ] * 2
 
 
 @pytest.mark.parametrize(("kind", "peers"), list(itertools.product(KINDS, (4, 40))))
@@ -203,7 +208,11 @@ async def test_without_root_one_line_says_so(monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "detail"),
-    [(("--rtt-ms", "20"), "only with --virtual"), (("--peers", "64"), "take fewer")],
+    [
+        (("--rtt-ms", "20"), "only with --virtual"),
+        (("--links", "satellite"), "only with --virtual"),
+        (("--peers", "64"), "take fewer"),
+    ],
 )
 async def test_what_namespaces_cannot_do_is_refused(monkeypatch, words, detail):
     monkeypatch.setattr(namespaces, "why_impossible", lambda: None)
