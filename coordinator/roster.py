@@ -90,7 +90,7 @@ class Roster:
         clock: WallClock,
         entropy: Entropy,
         journal: Journal,
-        on_uplinks: Callable[[Mapping[PeerId, float]], None],
+        on_uplinks: Callable[[Mapping[PeerId, float], frozenset[PeerId]], None],
     ) -> None:
         self._on_uplinks = on_uplinks
         self._members = members
@@ -329,9 +329,6 @@ class Roster:
 
     def _tell_uplinks(self) -> None:
         """Say what the source may count on when it chooses who passes a chunk on."""
-        self._on_uplinks(
-            {
-                member.peer_id: member.uplink_bytes_per_s if member.relays else 0.0
-                for member in self._members.live()
-            }
-        )
+        live = self._members.live()
+        uplinks = {one.peer_id: one.uplink_bytes_per_s if one.relays else 0.0 for one in live}
+        self._on_uplinks(uplinks, frozenset(one.peer_id for one in live if one.relay is None))

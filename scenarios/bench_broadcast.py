@@ -135,11 +135,12 @@ def _check(cases: Sequence[Case]) -> None:
     if why is not None:
         raise EchoError(why)
     for case in cases:
-        if case.rtt_ms or case.fault == "flap":
+        lines = plan_lines(case.links, case.peers)
+        if case.rtt_ms or case.fault == "flap" or any(line.rtt_ms or line.loss for line in lines):
             why = namespaces.why_no_packets_held()
             if why is not None:
-                raise ConfigError("--rtt-ms" if case.rtt_ms else "--fault", why)
-        uplinks_mbit = sum(line.up_mbit for line in plan_lines(case.links, case.peers))
+                raise ConfigError("--fault" if case.fault == "flap" else "--rtt-ms", why)
+        uplinks_mbit = sum(line.up_mbit for line in lines)
         if uplinks_mbit > namespaces.TOTAL_MBIT_MAX:
             detail = (
                 f"{case.peers} peers have {uplinks_mbit:g} Mbit/s together, one machine"

@@ -177,9 +177,12 @@ class Bench:
         """
         await self._machines.build()
         async with AsyncExitStack() as stack:
-            if self._case.rtt_ms:
-                each_s = [self._case.rtt_ms * MS / 2] * len(self._lines)
+            each_s = [(self._case.rtt_ms / 2 + line.rtt_ms) * MS for line in self._lines]
+            if any(each_s):
                 await stack.enter_async_context(self._machines.distant(each_s))
+            for index, line in enumerate(self._lines):
+                if line.loss:
+                    await self._machines.lose(index, line.loss)
             yield
 
     async def broadcast(self, system: str, settings: str, seed: int, fault_name: str) -> Outcome:

@@ -22,7 +22,11 @@ RATE_MBIT: Final = 20.0
 MIXED_UP_MBIT: Final = (10.0, 20.0, 40.0)
 MIXED_DOWN_MBIT: Final = 40.0
 BYTES_PER_MBIT: Final = 125_000.0
-KINDS: Final = ("homogeneous", "mixed", "nat")
+SATELLITE_UP_MBIT: Final = 1.0
+SATELLITE_DOWN_MBIT: Final = 5.0
+SATELLITE_RTT_MS: Final = 600.0
+SATELLITE_LOSS: Final = 0.02
+KINDS: Final = ("homogeneous", "mixed", "nat", "satellite")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Line:
     down_mbit: float
     reachable: bool = True
     """Whether others can dial it."""
+    rtt_ms: float = 0.0
+    """Round trip to the middle of the network."""
+    loss: float = 0.0
+    """Share of packets."""
 
     @property
     def up_bytes_per_s(self) -> float:
@@ -65,11 +73,17 @@ def plan_lines(kind: str, peers: int) -> list[Line]:
 
     ``homogeneous``: 20 Mbit/s each way. ``mixed``: the source has 20 up, the peers 10, 20, 40 in
     turn, all 40 down. ``nat``: as homogeneous, and every second peer cannot be dialled.
+    ``satellite``: as homogeneous, but all peers have 1 up and 5 down, 600 ms away, losing 2 %.
     """
     assert kind in KINDS, kind
     if kind == "mixed":
         ups = [MIXED_UP_MBIT[place % len(MIXED_UP_MBIT)] for place in range(peers)]
         return [Line(up, MIXED_DOWN_MBIT) for up in (RATE_MBIT, *ups)]
+    if kind == "satellite":
+        far = Line(
+            SATELLITE_UP_MBIT, SATELLITE_DOWN_MBIT, rtt_ms=SATELLITE_RTT_MS, loss=SATELLITE_LOSS
+        )
+        return [Line(RATE_MBIT, RATE_MBIT), *[far] * peers]
     hidden = kind == "nat"
     rest = [Line(RATE_MBIT, RATE_MBIT, not (hidden and place % 2)) for place in range(peers)]
     return [Line(RATE_MBIT, RATE_MBIT), *rest]

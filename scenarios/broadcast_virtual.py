@@ -8,12 +8,14 @@ machines and the lines between them.
 
 from __future__ import annotations
 
+import random
 import time  # noqa: TID251 - a benchmark reads its own thread's CPU clock
 from dataclasses import dataclass
 from typing import Final
 
 import trio
 
+from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.ids import SOURCE, ManifestId, PeerId
 from echo2p2p.net.ports import Endpoint
 from echo2p2p.testing.clock import run_virtual
@@ -28,6 +30,8 @@ from scenarios.broadcast_rows import Case, Outcome, Row, row_of
 from scenarios.one_to_many import OneToMany, receive_whole
 
 MS: Final = 1e-3
+TICK_S: Final = 1 / 1024
+"""In a large run, where exact timers would cost a round of the scheduler each."""
 
 
 class _SharedMemory(MemoryState):
@@ -54,32 +58,36 @@ def measure(case: Case, systems: list[str], runs: int) -> list[Row]:
     for system in systems:
         play = {"echo2p2p": _relay, "one-to-many": _one_to_many}[system]
         seeds = range(case.seed, case.seed + runs)
-        outcomes = [run_virtual(play, case, lines, seed, seed=seed) for seed in seeds]
+        tick_s = TICK_S if case.peers > MESH_NODES_MAX else 0.0
+        outcomes = [
+            run_virtual(play, case, lines, seed, seed=seed, tick_s=tick_s) for seed in seeds
+        ]
         rows.append(row_of(system, "", "virtual", case, bound, outcomes))
     return rows
 
 
-def _make_network(case: Case, lines: list[Line]) -> SimNetwork:
-    network = SimNetwork()
+def _make_network(case: Case, lines: list[Line], seed: int) -> SimNetwork:
+    network = SimNetwork(random.Random(seed))  # noqa: S311 - to be repeatable
     for index, line in enumerate(lines):
         network.add_node(
             member_name(index),
             up_bytes_per_s=line.up_bytes_per_s,
             down_bytes_per_s=line.down_bytes_per_s,
-            latency_s=case.rtt_ms * MS / 4,
+            latency_s=case.rtt_ms * MS / 4 + line.rtt_ms * MS / 2,
+            loss=line.loss,
         )
     return network
 
 
 async def _relay(case: Case, lines: list[Line], seed: int) -> Outcome:
-    network = _make_network(case, lines)
+    network = _make_network(case, lines, seed)
     listens = {member_name(index): line.reachable for index, line in enumerate(lines)}
-    memory: list[_SharedMemory] = []
+    memory: dict[ManifestId, _SharedMemory] = {}
 
-    def share(_: ManifestId, header: ManifestHeader) -> tuple[Assembly, MemoryState]:
-        if not memory:
-            memory.append(_SharedMemory(header.payload_bytes))
-        return Assembly(header, memory[0].view), memory[0]
+    def share(key: ManifestId, header: ManifestHeader) -> tuple[Assembly, MemoryState]:
+        if key not in memory:
+            memory[key] = _SharedMemory(header.payload_bytes)
+        return Assembly(header, memory[key].view), memory[key]
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(network.run)
@@ -139,7 +147,7 @@ async def _clocked(case: Case, net: _Net) -> Outcome:
 
 
 async def _one_to_many(case: Case, lines: list[Line], seed: int) -> Outcome:
-    network = _make_network(case, lines)
+    network = _make_network(case, lines, seed)
     source = member_name(0)
     finished: dict[int, float] = {}
     async with trio.open_nursery() as nursery:

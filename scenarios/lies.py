@@ -257,7 +257,9 @@ class _Twister:
             count = self._counts.get(ManifestId(message.manifest_id))
             if count is not None:
                 everything = from_tokens(list(range(count)))
-                return encode_frame(Have(manifest_id=message.manifest_id, indices=everything))
+                return encode_frame(
+                    Have(manifest_id=message.manifest_id, indices=everything, ask=message.ask)
+                )
         return encode_frame(message)
 
     def _note(self, offer: Offer) -> None:

@@ -20,7 +20,7 @@ from echo2p2p.errors import ConfigError, EchoError
 from echo2p2p.net.program import FAILED, OK
 from echo2p2p.testing.system import SimEntropy
 from scenarios import faults, lies, namespaces, story_report
-from scenarios.live_network import LiveNetwork
+from scenarios.live_network import LiveNetwork, arrival_s
 from scenarios.live_world import LiveWorld, lines_of
 from scenarios.nemesis import Nemesis
 from scenarios.play import check_promises, told
@@ -94,9 +94,9 @@ async def play(work: Work) -> dict[str, Any]:
     lines = lines_of(spec)
     machines = namespaces.Machines(lines)
     await machines.build()
-    delays_s = [spec.source_latency_s, *(peer.latency_s for peer in spec.peers)]
+    latencies_s = [spec.source_latency_s, *(peer.latency_s for peer in spec.peers)]
     problems: list[str] = []
-    async with machines.distant(delays_s) as distance:
+    async with machines.distant(list(map(arrival_s, latencies_s))) as distance:
         names = (COORDINATOR, *(peer.name for peer in spec.peers))
         network = LiveNetwork(names, lines, distance)
         for peer in spec.peers:

@@ -23,6 +23,14 @@ LOSS: Final = "LOSS"
 """The chain of lost packets."""
 
 
+def arrival_s(latency_s: float) -> float:
+    """Return how late packets must arrive at a machine so far, one way, from the middle.
+
+    They are held at the receiver only, so a round trip is the sum of both ends' delays.
+    """
+    return 2 * latency_s
+
+
 class LiveNetwork(SimNetwork):
     """The same orders, for real lines.
 
@@ -77,11 +85,10 @@ class LiveNetwork(SimNetwork):
     def set_quality(self, name: str, *, latency_s: float, loss: float = 0.0) -> None:
         """Let packets be late, and let a share of them be lost each way."""
         index = self._at[name]
-        self._distance.set(index, latency_s)
+        self._distance.set(index, arrival_s(latency_s))
         self._inside(index, ["iptables", "-w", "-F", LOSS])
         if loss:
-            drop = ["-m", "statistic", "--mode", "random", "--probability", f"{loss:.4f}"]
-            self._inside(index, ["iptables", "-w", "-A", LOSS, *drop, "-j", "DROP"])
+            self._inside(index, ["iptables", "-w", "-A", LOSS, *namespaces.loss_rule(loss)])
 
     def freeze(self, name: str) -> None:
         """Let nothing through to or from a machine."""

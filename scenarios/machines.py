@@ -1,7 +1,8 @@
 """One volunteer's machine in the virtual world: what it is, what runs on it, what it keeps.
 
-`PeerSpec` is what a story says of it, `WorldSpec` of all. `Machine` is the machine itself: identity, disk, clock, line,
-pace and lies outlive the peer process, which is started, killed and started again on it.
+`PeerSpec` is what a story says of it, `WorldSpec` of all of them. `Machine` is the machine itself:
+identity, disk, clock, line, pace and lies outlive the peer process, which is started, killed and
+started again on it.
 """
 
 from __future__ import annotations

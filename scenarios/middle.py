@@ -85,14 +85,14 @@ class Bench:
     keys: RunKeys
     entropy: SimEntropy
     journal: TraceJournal
-    told: list[Mapping[PeerId, float]]
-    """What the source was told of uplinks, each time."""
+    told: list[tuple[Mapping[PeerId, float], frozenset[PeerId]]]
+    """What the source was told of uplinks, and who cannot be dialled, each time."""
     identities: dict[str, PeerIdentity] = field(default_factory=dict)
 
     @property
     def uplinks(self) -> Mapping[PeerId, float]:
         """What the source knows of uplinks."""
-        return self.told[-1]
+        return self.told[-1][0]
 
     # --- the learner's part -------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ async def _build(
         journal=journal,
     )
     clock = SimClock()
-    told: list[Mapping[PeerId, float]] = []
+    told: list[tuple[Mapping[PeerId, float], frozenset[PeerId]]] = []
     roster = Roster(
         members=members,
         settings=membership,
@@ -331,7 +331,7 @@ async def _build(
         clock=clock,
         entropy=entropy,
         journal=journal,
-        on_uplinks=told.append,
+        on_uplinks=lambda *both: told.append(both),
     )
     bench = Bench(book, state, desk, queue, intake, tasks, roster, keys, entropy, journal, told)
     versions = await book.versions()

@@ -154,6 +154,12 @@ def shaping(device: str, mbit: float, verb: str = "add") -> str:
     return f"qdisc {verb} dev {device} root handle 1: {bucket}"
 
 
+def loss_rule(share: float) -> list[str]:
+    """Return what `iptables` is told of packets to be lost."""
+    how = ["-m", "statistic", "--mode", "random", "--probability", f"{share:.4f}"]
+    return [*how, "-j", "DROP"]
+
+
 def sent_bytes(text: bytes) -> dict[str, int]:
     """Return the bytes that left through each device's token bucket, from `tc -j -s qdisc`.
 
@@ -271,6 +277,11 @@ class Machines:
         """Let nothing through to or from a machine, silently; ``aside``: but from others cut so."""
         where = f"master {ASIDE}" if aside else "nomaster"
         await _run(["ip", "-n", HUB, "link", "set", f"h{index}", *where.split()])
+
+    async def lose(self, index: int, share: float) -> None:
+        """Lose this share of a machine's packets, each way."""
+        for chain in ("INPUT", "OUTPUT"):
+            await _run(inside(index, ["iptables", "-w", "-A", chain, *loss_rule(share)]))
 
     async def reshape(self, index: int, line: Line) -> None:
         """Give a machine another line."""

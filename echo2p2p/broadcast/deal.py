@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.rates import BusyRate
+from echo2p2p.broadcast.reach import Reach
 from echo2p2p.ids import PeerId
 
 RATE_ASSUMED_BYTES_PER_S: Final = 1024.0 * 1024.0
@@ -45,11 +46,10 @@ DEALS_AT_WORK: Final = 2
 """A relay's oldest chunks, which it is passing on: never too many, and left to it."""
 
 REDEAL_MIN_S: Final = 1.0
-STUCK_TIMES: Final = 4.0
-"""A chunk that takes so many times longer than others to leave, and `REDEAL_MIN_S`, is stuck: its
-link is dead, and nobody has noticed yet, or its receiver hardly reads."""
-LEAVE_SHARE: Final = 0.2
-"""Of the newest chunk in the mean time to leave."""
+STUCK: Final = 4.0
+"""So many times the usual time a deal may take to leave; then it is dealt to another: the link's
+receiver hardly takes anything, so it would pass nothing on either."""
+
 POLL_S: Final = 0.25
 EVEN_S: Final = 0.1
 """Relays whose work differs by less are as good as each other."""
@@ -71,10 +71,12 @@ REFUSALS_MAX: Final = 16_384
 
 
 class RelayRates:
-    """Measured uplinks of relays; outlives payloads."""
+    """Measured uplinks of relays, and whom they reach; outlives payloads."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach | None = None) -> None:
+        self.reach = reach or Reach()
         self._rates: dict[PeerId, BusyRate] = {}
+        self._leaving_s_per_byte = math.inf
         self.allowed: Mapping[PeerId, float] = {}
         """What its owner lets a relay send, bytes per second, where that is known."""
 
@@ -85,6 +87,15 @@ class RelayRates:
     def forget(self, relay: PeerId) -> None:
         """The relay left."""
         self._rates.pop(relay, None)
+
+    def left(self, took_s: float, chunk_bytes: int) -> None:
+        """A deal took so long to leave."""
+        now, mean = took_s / chunk_bytes, self._leaving_s_per_byte
+        self._leaving_s_per_byte = now if mean == math.inf else mean + (now - mean) / 8
+
+    def leaving_s(self, chunk_bytes: int) -> float:
+        """Return what a deal takes to leave, on average; infinite before the first has left."""
+        return self._leaving_s_per_byte * chunk_bytes
 
     def mean(self) -> float | None:
         """Return the mean of the measured, bytes per second; ``None`` before the first."""
@@ -116,11 +127,17 @@ class _Deal:
     relay: PeerId
     owed: int
     """Copies that the relay still has to make."""
+    copies: int
+    """That it had to make."""
+    expected_s: float
+    """What these and those before them should take, as it seemed when it was dealt."""
     dealt_s: float
     sent_s: float | None = None
     """When it left; ``None`` while it waits for the link."""
     spread: bool = False
-    """Whether a second holder was seen."""
+    """Whether a second holder was seen, or is made."""
+    second: int = 0
+    """Copies for those that the relay has no links to, which others will make."""
 
 
 @dataclass(slots=True)
@@ -161,17 +178,20 @@ class Dealer:
         self._relays: dict[PeerId, _Relay] = {}
         self._tried: dict[int, set[PeerId]] = {}
         self._announced = [0] * count
+        self._second = 0
+        """Copies of all deals."""
         self._promised: dict[int, tuple[PeerId, float]] = {}
         self._refused: set[tuple[PeerId, int]] = set()
         self._next_check_s = float("inf")
-        self._leave_s = 0.0
         self.redealt = 0
 
     # --- relays come and go -------------------------------------------------------------------
 
-    def relay_joined(self, relay: PeerId) -> None:
-        """``relay`` follows the payload."""
+    def relay_joined(self, relay: PeerId, held: Iterable[int] = (), now: float = 0.0) -> None:
+        """``relay`` follows the payload, and has announced ``held`` before."""
         self._relays.setdefault(relay, _Relay(announced=ChunkSet(self._count)))
+        for index in held:
+            self.announced(relay, index, now)
 
     def relay_left(self, relay: PeerId, now: float) -> None:
         """Its link is gone: what only it held is dealt again."""
@@ -183,6 +203,7 @@ class Dealer:
         for index, deal in list(self._deals.items()):
             if deal.relay == relay:
                 del self._deals[index]
+                self._second -= deal.second
                 if not self._announced[index]:
                     self._undealt.appendleft(index)
                     self.redealt += 1
@@ -191,8 +212,11 @@ class Dealer:
 
     def _lacking(self, index: int, deal: _Deal) -> int:
         """Return how many relays could still be given a copy."""
-        states = (state for relay, state in self._relays.items() if relay != deal.relay)
-        return sum(index not in state.announced for state in states)
+        return sum(
+            index not in state.announced
+            for relay, state in self._relays.items()
+            if relay != deal.relay and self._rates.reach.links(deal.relay, relay)
+        )
 
     # --- dealing ------------------------------------------------------------------------------
 
@@ -237,29 +261,39 @@ class Dealer:
                 self._undealt.popleft()
                 continue
             # To one that passes nothing on only if there is nobody else: the others would wait.
-            willing = [relay for relay in lacking if self._rates.relays(relay)] or lacking
+            willing = {relay for relay in lacking if self._rates.relays(relay)} or {*lacking}
             options = [relay for relay in ready if relay in willing]
             if not options:
                 self._undealt.rotate(-1)
                 continue
-            others = len(lacking) - 1
-            copies = others if fanout is None else min(others, fanout)
+            copies = self._copies(lacking, fanout)
             due = [relay for relay in options if self._is_to_try(relay, now)]
-            relay = min(due or options, key=lambda relay: self._expected(relay, copies))
+            relay = min(due or options, key=lambda relay: self._expected(relay, copies(relay)))
             if not due and self._is_worth_waiting(relay, copies, willing, now):
                 return None
-            if not self._rates.relays(relay):
-                copies = 0
+            owed = copies(relay) if self._rates.relays(relay) else 0
             self._undealt.popleft()
             state = self._relays[relay]
-            state.owed += copies
+            state.owed += owed
             state.deals[index] = None
             state.dealt += 1
             state.latest, state.latest_s = index, now
-            self._deals[index] = _Deal(relay, copies, now)
+            expected_s = state.owed * self._chunk_bytes / self._rates.patient(relay)
+            deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, now)
             self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
+            if fanout is None and owed:
+                deal.second = len(lacking) - 1 - owed
+                self._second += deal.second
             return relay, index
         return None
+
+    def _copies(self, lacking: Sequence[PeerId], fanout: int | None) -> Callable[[PeerId], int]:
+        """Return how many copies each relay would make unasked: no more than it has links for."""
+        undialable = self._rates.reach.undialable
+        dialable = sum(relay not in undialable for relay in lacking)
+        most = len(lacking) if fanout is None else fanout
+        all_but_one = min(len(lacking) - 1, most)
+        return lambda relay: min(dialable, most) if relay in undialable else all_but_one
 
     def _is_to_try(self, relay: PeerId, now: float) -> bool:
         """Return whether it should get a chunk, however slow it seems.
@@ -273,20 +307,24 @@ class Dealer:
         return now >= state.latest_s + TRY_AGAIN_S
 
     def _is_worth_waiting(
-        self, relay: PeerId, copies: int, others: Sequence[PeerId], now: float
+        self,
+        relay: PeerId,
+        copies: Callable[[PeerId], int],
+        others: Collection[PeerId],
+        now: float,
     ) -> bool:
         """Return whether another relay, whose link is taking a deal, would be quicker than this.
 
         Or the source's uplink, divided among the links, would do the dealing: evenly.
         """
-        limit_s = self._expected(relay, copies)[0] - EVEN_S
+        limit_s = self._expected(relay, copies(relay))[0] - EVEN_S
         for other in others:
             state = self._relays[other]
             deal = self._deals.get(state.latest)
             if deal is None or deal.relay != other or deal.sent_s is not None:
                 continue
             until_s = state.latest_s + WAIT_S
-            if now < until_s and self._expected(other, copies)[0] < limit_s:
+            if now < until_s and self._expected(other, copies(other))[0] < limit_s:
                 self._next_check_s = min(self._next_check_s, until_s)
                 return True
         return False
@@ -316,6 +354,7 @@ class Dealer:
         """What `help` returned is on its way."""
         deal = self._deals[index]
         deal.spread = True
+        deal.copies -= 1
         self._paid(index, deal, now)
 
     def _is_late(self, relay: PeerId) -> bool:
@@ -339,7 +378,11 @@ class Dealer:
     def _expected(self, relay: PeerId, copies: int) -> tuple[float, float]:
         rate = self._rates.estimate(relay)
         state = self._relays[relay]
-        return (state.owed + copies) * self._chunk_bytes / rate, state.dealt / rate
+        undialable = self._rates.reach.undialable
+        work: float = state.owed + copies
+        if self._second and relay not in undialable:
+            work += self._second / max(1, len(self._relays) - len(undialable))
+        return work * self._chunk_bytes / rate, state.dealt / rate
 
     # --- what became of it --------------------------------------------------------------------
 
@@ -351,7 +394,8 @@ class Dealer:
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
         deal.sent_s = now
-        self._leave_s += LEAVE_SHARE * (now - deal.dealt_s - self._leave_s)
+        took_s = now - deal.dealt_s
+        self._rates.left(took_s, self._chunk_bytes)
         if deal.owed <= 0:
             self._settle(index, deal)
             return
@@ -373,10 +417,16 @@ class Dealer:
         deal = self._deals.get(index)
         if deal is not None and deal.relay != peer:
             deal.spread = True
+            if not self._rates.reach.links(deal.relay, peer):
+                deal.second -= 1  # it has it of another
+                self._second -= 1
+                return
             rate = self._rates.of(deal.relay)
             rate.add(self._chunk_bytes, now)
             rate.start(now)  # with the first, so that the way there and back does not count
             self._paid(index, deal, now)
+            if deal.owed <= 0 and deal.sent_s is not None and now > deal.sent_s:
+                rate.at_least(deal.copies * self._chunk_bytes / (now - deal.sent_s))
 
     def _paid(self, index: int, deal: _Deal, now: float) -> None:
         deal.owed -= 1
@@ -389,6 +439,7 @@ class Dealer:
 
     def _settle(self, index: int, deal: _Deal) -> None:
         del self._deals[index]
+        self._second -= deal.second
         relay = self._relays[deal.relay]
         relay.owed -= deal.owed
         del relay.deals[index]
@@ -398,20 +449,19 @@ class Dealer:
         return self._next_check_s
 
     def on_time(self, now: float) -> None:
-        """Take back what did not leave, or was not passed on, in time."""
+        """Take back what relays did not take, or did not pass on, in time."""
         if now < self._next_check_s:
             return
-        backlogs = {relay: state.owed for relay, state in self._relays.items()}
         for relay in self._relays:
             self._rates.of(relay).tick(now)
         for index, deal in list(self._deals.items()):
             if deal.sent_s is None:
-                since_s, patience_s = deal.dealt_s, STUCK_TIMES * self._leave_s
+                is_due = now - deal.dealt_s > max(
+                    REDEAL_MIN_S, STUCK * self._rates.leaving_s(self._chunk_bytes)
+                )
             else:
-                rate = self._rates.patient(deal.relay)
-                since_s = deal.sent_s
-                patience_s = 2 * backlogs[deal.relay] * self._chunk_bytes / rate
-            if now - since_s <= max(REDEAL_MIN_S, patience_s):
+                is_due = now - deal.sent_s > max(REDEAL_MIN_S, 2 * deal.expected_s)
+            if not is_due:
                 continue
             self._settle(index, deal)
             self._tried.setdefault(index, set()).add(deal.relay)

@@ -35,6 +35,8 @@ class SendHave:
     manifest_id: ManifestId
     indices: tuple[int, ...]
     """Ascending, at most `HAVE_INDICES_MAX`."""
+    ask: bool = False
+    """Nobody pushes them to the other side."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,8 @@ class Picker:
     ) -> None:
         """``link`` holds these chunks; those that are missing may be asked for after the grace.
 
-        A grace, if there is one, grows with the time that pushed chunks take.
+        A grace, if there is one, grows with the time that pushed chunks take; without one, those
+        that others announced are not waited for either.
         """
         goal = self._goals.get(manifest_id)
         if goal is None:
@@ -183,6 +184,8 @@ class Picker:
                 goal.ready_s[index] = now + wait_s
                 if index == 0 and wait_s:
                     self._wake_at(now + wait_s)
+            elif not grace_s:
+                goal.ready_s[index] = min(goal.ready_s[index], now)
 
     def hurry(self, manifest_id: ManifestId, ready_s: float) -> None:
         """End the graces of what was announced before by ``ready_s``: no push is on its way."""

@@ -64,6 +64,16 @@ class BusyRate:
             self._samples.append(self._bytes / self._busy_s)
             self._bytes, self._busy_s = 0, 0.0
 
+    def at_least(self, bytes_per_s: float) -> None:
+        """Some work was done so fast, with the way there and back: raise what is known if needed.
+
+        A rate that was penalised would otherwise stay low, as who is given little is never busy for
+        long enough to be measured.
+        """
+        known = self.bytes_per_s
+        if known is not None and known < bytes_per_s:
+            self._samples.append(bytes_per_s)
+
     def penalise(self, assumed: float) -> None:
         """Work was not done in time: halve the estimate, or what was assumed instead of one."""
         rate = self.bytes_per_s

@@ -22,6 +22,10 @@ class SwarmSettings:
     have_batch_s: float = 0.02
     """Announcements wait so long for company."""
 
+    overlay_have_batch_s: float = 0.05
+    """The same outside a full mesh, where each chunk makes as many of them as there are links: they
+    are most of what a peer does there."""
+
     pull_grace_s: float = 0.5
     """In a full mesh: from the first announcement of a chunk until it is asked for. The relay that
     was dealt it is pushing it to us already; asking another would double it. A peer that came to
@@ -81,6 +85,10 @@ class SwarmSettings:
 
     backlog_max_s: float = 1.5
     """A relay that needs longer than this to pass on what it was dealt is dealt nothing more."""
+
+    def batch_s(self, *, mesh: bool) -> float:
+        """Return for how long announcements wait."""
+        return self.have_batch_s if mesh else self.overlay_have_batch_s
 
     def grace_s(self, *, mesh: bool) -> float:
         """Return the grace of what is pushed."""

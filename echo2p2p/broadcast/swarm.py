@@ -24,15 +24,13 @@ from echo2p2p.broadcast.effects import (
     Effect,
     SendCancel,
     SendChunk,
-    SendHave,
-    SendOffer,
     SendReject,
     SendRequest,
-    SendWant,
     SwarmStatistics,
 )
 from echo2p2p.broadcast.outbox import CROSSING_S, Key
 from echo2p2p.broadcast.picker import Pick, Picker
+from echo2p2p.broadcast.reach import Reach
 from echo2p2p.broadcast.settings import MESH_NODES_MAX, SwarmSettings
 from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, remember
 from echo2p2p.broadcast.uploads import Uploads
@@ -57,13 +55,16 @@ class Swarm:
         self._is_source = is_source
         self._rng = rng
         self._settings = settings or SwarmSettings()
-        self._told_mesh: bool | None = None
+        self.reach = Reach()
+        """Who can be linked to whom, as far as we were told."""
         self._links: dict[PeerId, LinkState] = {}
+        self._nodes = int(not is_source)
+        """Peers among us and those linked to us."""
         self._transfers: dict[ManifestId, Transfer] = {}
         self._picker = Picker(rng, self._settings)
-        self.rates = RelayRates()
+        self.rates = RelayRates(self.reach)
         """Of the relays that our chunks were dealt to."""
-        self._uploads = Uploads(self._settings)
+        self._uploads = Uploads(self._settings, rng)
         self._flush_s = math.inf
         self._effects: list[Effect] = []
         self._duplicate_bytes = self._unknown_bytes = 0
@@ -71,17 +72,11 @@ class Swarm:
 
     # --- links --------------------------------------------------------------------------------
 
-    def set_mesh(self, mesh: bool) -> None:
-        """Say whether every peer should be linked to every other."""
-        self._told_mesh = mesh
-
     @property
     def _mesh(self) -> bool:
-        """Whether everybody is linked to everybody, as far as this node can tell."""
-        if self._told_mesh is not None:
-            return self._told_mesh
-        peers = sum(not state.is_source for state in self._links.values())
-        return peers + (not self._is_source) <= MESH_NODES_MAX
+        """Whether everybody is linked to everybody who can be, as far as this node can tell."""
+        told = self.reach.mesh
+        return self._nodes <= MESH_NODES_MAX if told is None else told
 
     def link_opened(
         self, link: PeerId, *, is_source: bool, rtt_s: float, now: float
@@ -89,15 +84,16 @@ class Swarm:
         """An authenticated link is there."""
         del now
         self._links[link] = LinkState(is_source)
+        self._nodes += not is_source
         self._uploads.open(link)
         self._picker.link_opened(link, is_source=is_source, rtt_s=rtt_s)
         for transfer in self._transfers.values():
-            self._introduce(transfer, link)
+            self._effects += transfer.introduce(link, is_source=self._is_source)
         return self._take()
 
     def link_closed(self, link: PeerId, now: float) -> list[Effect]:
         """The link is gone; what was on its way either way is lost."""
-        del self._links[link]
+        self._nodes -= not self._links.pop(link).is_source
         self._uploads.close(link, now)
         self._picker.link_closed(link)
         for transfer in self._transfers.values():
@@ -146,7 +142,7 @@ class Swarm:
             if manifest_id in state.offers_early:
                 del state.offers_early[manifest_id]
                 transfer.view(link).offered = True
-            self._introduce(transfer, link)
+            self._effects += transfer.introduce(link, is_source=self._is_source)
             if manifest_id in state.wants_early:
                 del state.wants_early[manifest_id]
                 self._follower(transfer, link, now)
@@ -184,15 +180,21 @@ class Swarm:
         if transfer.view(link).wants:  # it forgot the payload, and all that we told it
             transfer.forget(link, now)
             transfer.view(link).offered = True
-            self._introduce(transfer, link)
+            self._effects += transfer.introduce(link, is_source=self._is_source)
         self._follower(transfer, link, now)
         self._pump(now)
         return self._take()
 
     def receive_have(
-        self, link: PeerId, manifest_id: ManifestId, indices: Sequence[int], now: float
+        self,
+        link: PeerId,
+        manifest_id: ManifestId,
+        indices: Sequence[int],
+        now: float,
+        *,
+        ask: bool = False,
     ) -> list[Effect]:
-        """The other side holds chunks.
+        """The other side holds chunks; ``ask``: that nobody pushes to us.
 
         Raises:
             RemoteProtocolError: Not ascending, or no such chunk.
@@ -207,12 +209,11 @@ class Swarm:
             outbox.cancel((manifest_id, index))
             if transfer.dealer:
                 transfer.dealer.announced(link, index, now)
-        settings = self._settings
         if self._from_source(link) and self._mesh and transfer.lacks_index and 0 in indices:
             transfer.late = True  # or it would send us chunk 0 itself
-            self._picker.hurry(manifest_id, now + settings.overlay_grace_s)
-        mesh = self._mesh and not transfer.late
-        grace_s = settings.grace_s(mesh=mesh) if transfer.push else 0.0
+            self._picker.hurry(manifest_id, now + self._settings.overlay_grace_s)
+        pushed, mesh = transfer.push and not ask, self._mesh and not transfer.late
+        grace_s = self._settings.grace_s(mesh=mesh) if pushed else 0.0
         self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
         self._plan(now, [link])
         self._pump(now)
@@ -279,8 +280,7 @@ class Swarm:
         asked, cancels = self._picker.arrived(link, manifest_id, index, size, now)
         view = transfer.view(link)
         if index not in transfer.held:
-            dealt = not asked and index not in view.held
-            transfer.origins.setdefault(index, Origin(link, dealt))
+            transfer.origins.setdefault(index, Origin(link, asked, index in view.held))
         view.add(index)
         view.aware.add(index)
         self._uploads.to(link).cancel((manifest_id, index))
@@ -301,7 +301,7 @@ class Swarm:
             self._push_on(transfer, index, transfer.origins.pop(index, None), now)
         if new:
             transfer.fresh += new
-            self._flush_s = min(self._flush_s, now + self._settings.have_batch_s)
+            self._flush_s = min(self._flush_s, now + self._settings.batch_s(mesh=self._mesh))
         if 0 in new:
             for index in list(transfer.origins):  # what had waited for the index and was wrong
                 self._lose(transfer, index, now)
@@ -373,25 +373,13 @@ class Swarm:
         effects, self._effects = self._effects, []
         return effects
 
-    def _introduce(self, transfer: Transfer, link: PeerId) -> None:
-        """Make the payload known on a link, and ask to be told of it."""
-        view = transfer.view(link)
-        if not view.offered:
-            view.offered = True
-            self._effects.append(SendOffer(link, transfer.manifest_id))
-        if not view.asked and (self._is_source or not transfer.held.complete):
-            view.asked = True
-            self._effects.append(SendWant(link, transfer.manifest_id))
-
     def _follower(self, transfer: Transfer, link: PeerId, now: float) -> None:
         """``link`` wants the payload: count it in, and tell it what there is."""
         view = transfer.view(link)
         view.wants = True
         transfer.followers[link] = view.known
         if transfer.dealer:
-            transfer.dealer.relay_joined(link)
-            for index in view.held:
-                transfer.dealer.announced(link, index, now)
+            transfer.dealer.relay_joined(link, view.held, now)
         grace_s = self._settings.pull_grace_max_s
         pushed = transfer.dealing or now < transfer.dealt_s + grace_s
         first = pushed and 0 not in view.known and len(transfer.followers) <= MESH_NODES_MAX
@@ -409,8 +397,8 @@ class Swarm:
         self._pushed += fresh and self._uploads.queue(link, key, live=True)
 
     def _announce(self, transfer: Transfer, link: PeerId, indices: Iterable[int]) -> None:
-        for part in transfer.news(link, indices, to_source=self._from_source(link)):
-            self._effects.append(SendHave(link, transfer.manifest_id, part))
+        to_source, undialable = self._from_source(link), link in self.reach.undialable
+        self._effects += transfer.news(link, indices, to_source=to_source, undialable=undialable)
 
     def _flush(self) -> None:
         self._flush_s = math.inf
@@ -418,7 +406,8 @@ class Swarm:
             if transfer.fresh:
                 fresh, transfer.fresh = sorted(transfer.fresh), []
                 for link in transfer.followers:
-                    self._announce(transfer, link, fresh)
+                    if self._mesh or self._from_source(link) or transfer.is_news(link, fresh):
+                        self._announce(transfer, link, fresh)
 
     def _lose(self, transfer: Transfer, index: int, now: float) -> None:
         """Want a chunk again that had come; its sender, if it is still linked, does hold it."""
@@ -429,9 +418,12 @@ class Swarm:
 
     def _push_on(self, transfer: Transfer, index: int, origin: Origin | None, now: float) -> None:
         """Queue a chunk that came unasked for the neighbours who should get it from us."""
-        if origin is None or not origin.dealt or not transfer.push:
+        if origin is None or origin.asked or not transfer.push:
             return
-        if not self._from_source(origin.link) or (self._mesh and index == 0):
+        if self._mesh and origin.link in self.reach.undialable:
+            transfer.half_pushed.add(index)
+        is_deal = self._from_source(origin.link) and not origin.announced
+        if not is_deal or (self._mesh and index == 0):
             return  # in a mesh everybody gets it first-hand; elsewhere pulls take over
         if transfer.held_beside(index, origin.link):
             return  # another relay has it already, perhaps from an earlier deal

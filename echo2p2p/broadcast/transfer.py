@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import Dealer
+from echo2p2p.broadcast.effects import Effect, SendHave, SendOffer, SendWant
 from echo2p2p.broadcast.settings import HAVE_INDICES_MAX
 from echo2p2p.errors import RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
@@ -63,8 +64,10 @@ class Origin:
     """Where a chunk came from that is not verified yet."""
 
     link: PeerId
-    dealt: bool
-    """Neither asked for nor announced by its sender: ours to push on, if that is the source."""
+    asked: bool
+    """We had asked for it."""
+    announced: bool
+    """By its sender. A chunk of the source that is neither is ours to push on."""
 
 
 @dataclass(slots=True)
@@ -93,6 +96,8 @@ class Transfer:
     views: dict[PeerId, View] = field(default_factory=dict)
     followers: dict[PeerId, ChunkSet] = field(default_factory=dict)
     """`View.known` of those that said WANT."""
+    half_pushed: set[int] = field(default_factory=set)
+    """Chunks that a peer pushed to us which cannot push them to everybody (`Reach`)."""
     fresh: list[int] = field(default_factory=list)
     """Stored since the last announcement."""
     origins: dict[int, Origin] = field(default_factory=dict)
@@ -110,6 +115,16 @@ class Transfer:
             view = self.views[link] = View(*sets)
         return view
 
+    def introduce(self, link: PeerId, *, is_source: bool) -> Iterator[Effect]:
+        """Make the payload known on a link, and ask to be told of it."""
+        view = self.view(link)
+        if not view.offered:
+            view.offered = True
+            yield SendOffer(link, self.manifest_id)
+        if not view.asked and (is_source or not self.held.complete):
+            view.asked = True
+            yield SendWant(link, self.manifest_id)
+
     def forget(self, link: PeerId, now: float) -> None:
         """The link is gone."""
         self.views.pop(link, None)
@@ -118,8 +133,8 @@ class Transfer:
             self.dealer.relay_left(link, now)
 
     def news(
-        self, link: PeerId, indices: Iterable[int], *, to_source: bool
-    ) -> Iterator[tuple[int, ...]]:
+        self, link: PeerId, indices: Iterable[int], *, to_source: bool, undialable: bool
+    ) -> Iterator[SendHave]:
         """Yield those of ``indices``, ascending, of which a follower is not aware; it is then.
 
         Also what it holds itself, lest it push that to us; but a peer that holds all of a payload
@@ -129,8 +144,17 @@ class Transfer:
         if view.held.complete and not self.push and not to_source:
             return
         new = [index for index in indices if view.aware.add(index)]
-        for start in range(0, len(new), HAVE_INDICES_MAX):
-            yield tuple(new[start : start + HAVE_INDICES_MAX])
+        ask = [index for index in new if undialable and index in self.half_pushed]
+        wait = [index for index in new if index not in self.half_pushed] if ask else new
+        for asked, part in ((True, ask), (False, wait)):
+            for start in range(0, len(part), HAVE_INDICES_MAX):
+                some = tuple(part[start : start + HAVE_INDICES_MAX])
+                yield SendHave(link, self.manifest_id, some, asked)
+
+    def is_news(self, link: PeerId, indices: Iterable[int]) -> bool:
+        """Return whether the other side lacks any of these, as far as we know."""
+        held = self.view(link).held
+        return any(index not in held for index in indices)
 
     def refusal(self, link: PeerId, index: int, now: float) -> Literal["not_held", "busy"] | None:
         """Return why a request of a follower is refused, if it is."""

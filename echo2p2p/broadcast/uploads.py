@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -22,13 +23,15 @@ from echo2p2p.ids import PeerId
 class Uploads:
     """The outboxes of all links of a node."""
 
-    def __init__(self, settings: SwarmSettings) -> None:
+    def __init__(self, settings: SwarmSettings, rng: random.Random) -> None:
         self._settings = settings
+        self._rng = rng
         self._outboxes: OrderedDict[PeerId, Outbox] = OrderedDict()
         self._waiting: set[PeerId] = set()
         """Links that may have something in their outbox."""
-        self._turns: dict[PeerId, int] = {}
-        """Smaller for those that were sent nothing for longer."""
+        self._turns: dict[PeerId, float] = {}
+        """Smaller for those that were sent nothing for longer; with a draw in it, or the same link
+        would be the first to have each chunk, and the one that all others ask for it."""
         self._turn = itertools.count()
         self._begun: dict[tuple[PeerId, Key], tuple[float, int]] = {}
         self._rate = BusyRate()
@@ -103,7 +106,7 @@ class Uploads:
         """A chunk was taken from the link's queue and is being sent."""
         self._begun[link, key] = (now, size)
         self._outboxes.move_to_end(link)
-        self._turns[link] = next(self._turn)
+        self._turns[link] = next(self._turn) + self._rng.random() * len(self._outboxes)
         self._rate.start(now)
 
     def finished(self, link: PeerId, key: Key, now: float, *, sent: bool) -> None:

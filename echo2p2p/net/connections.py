@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ from echo2p2p.net.ports import Endpoint, Journal, Streams
 from echo2p2p.net.redial import Backoff, RedialSettings
 from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.handshake import NONCE_BYTES, Self
-from echo2p2p.wire.messages import RelayFrame
+from echo2p2p.wire.messages import Address, Neighbour, RelayFrame
 
 LINK_OPENED: Final = "link.opened"
 LINK_CLOSED: Final = "link.closed"
@@ -46,6 +46,24 @@ class ConnectionSettings:
     handshakes_max: int = 64
     """Connections from outside that may be busy proving who they are; a newer one takes the place
     of the oldest, of the address that has most of them."""
+
+
+def targets_of(
+    neighbours: Iterable[Neighbour], source: Address | None, *, me: PeerId, dialable: bool
+) -> dict[PeerId, Endpoint]:
+    """Return whom we should dial, and where.
+
+    Of two peers that can both be dialled the one with the smaller id dials; otherwise the one that
+    cannot be dialled does. Everybody dials the source.
+    """
+    targets: dict[PeerId, Endpoint] = {}
+    for neighbour in neighbours:
+        peer_id, address = PeerId(neighbour.peer_id), neighbour.address
+        if peer_id != me and address is not None and (not dialable or me < peer_id):
+            targets[peer_id] = Endpoint(address.host, address.port)
+    if source is not None and me != SOURCE:
+        targets[SOURCE] = Endpoint(source.host, source.port)
+    return targets
 
 
 class LinkStatistics(NamedTuple):

@@ -26,8 +26,9 @@ def perform_effect(link: Link, effect: Effect, manifest: Callable[[ManifestId], 
     match effect:
         case SendChunk(manifest_id=key, index=index):
             link.send_chunk_nowait(key, index)
-        case SendHave(manifest_id=key, indices=indices):
-            link.send_nowait(Have(manifest_id=key, indices=from_tokens(list(indices))))
+        case SendHave(manifest_id=key, indices=indices, ask=ask):
+            numbers = from_tokens(list(indices))
+            link.send_nowait(Have(manifest_id=key, indices=numbers, ask=ask))
         case SendRequest(manifest_id=key, index=index):
             link.send_nowait(Request(manifest_id=key, index=index))
         case SendCancel(manifest_id=key, index=index):

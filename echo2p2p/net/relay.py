@@ -31,7 +31,7 @@ from echo2p2p.errors import (
 )
 from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
 from echo2p2p.limits import Fill
-from echo2p2p.net.connections import Connections
+from echo2p2p.net.connections import Connections, targets_of
 from echo2p2p.net.payloads import (
     BAD_SOURCES_MAX,
     OTHERS,
@@ -171,26 +171,26 @@ class RelayNode:
     ) -> None:
         """Keep these links from now on, and no other that we dialled.
 
-        Of two peers that can both be dialled the one with the smaller id dials; otherwise the one
-        that cannot be dialled does. Everybody dials the source. ``mesh``: whether every peer is to
-        be linked to every other.
+        ``mesh``: whether every peer is to be linked to every other.
         """
-        targets: dict[PeerId, Endpoint] = {}
-        for neighbour in neighbours:
-            peer_id = PeerId(neighbour.peer_id)
-            if peer_id == self._self.peer_id:
-                continue
-            ours = not self._dialable or self._self.peer_id < peer_id
-            if neighbour.address is not None and ours:
-                targets[peer_id] = Endpoint(neighbour.address.host, neighbour.address.port)
-        if source is not None and self._self.peer_id != SOURCE:
-            targets[SOURCE] = Endpoint(source.host, source.port)
-        self._swarm.set_mesh(mesh)
+        reach, known = self._swarm.reach, list(neighbours)
+        reach.mesh = mesh
+        reach.undialable = frozenset(PeerId(one.peer_id) for one in known if one.address is None)
+        me = self._self.peer_id
+        targets = targets_of(known, source, me=me, dialable=self._dialable)
         self._connections.set_targets(targets)
 
-    def set_uplinks(self, uplinks: Mapping[PeerId, float]) -> None:
-        """Count on no more, bytes per second, of these peers' uplinks; 0: it relays nothing."""
+    def set_uplinks(
+        self, uplinks: Mapping[PeerId, float], undialable: frozenset[PeerId] = frozenset()
+    ) -> None:
+        """Say what the source may count on, of those that it deals to.
+
+        Args:
+            uplinks: No more bytes per second than these; 0: it relays nothing.
+            undialable: They have no links among each other.
+        """
         self._swarm.rates.allowed = dict(uplinks)
+        self._swarm.reach.undialable = undialable
 
     # --- payloads -----------------------------------------------------------------------------
 
@@ -407,9 +407,9 @@ class RelayNode:
                 passed = self._passed.get(ManifestId(key))
                 if passed is not None and peer_id != SOURCE and self.relaying:
                     self._asked(*passed)  # the source only wants to be told who has it
-            case Have(manifest_id=key, indices=indices):
+            case Have(manifest_id=key, indices=indices, ask=ask):
                 held = to_tokens(indices).tolist()
-                self._perform(swarm.receive_have(peer_id, ManifestId(key), held, now))
+                self._perform(swarm.receive_have(peer_id, ManifestId(key), held, now, ask=ask))
             case Request(manifest_id=key, index=index) if not self.relaying:
                 self._perform([SendReject(peer_id, ManifestId(key), index, "busy")])
             case Request(manifest_id=key, index=index):

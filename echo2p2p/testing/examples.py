@@ -305,7 +305,7 @@ def _frames() -> Iterator[Message]:
     yield proof
     yield Offer(manifest=_SIGNED_HEADER)
     yield Want(manifest_id=_MANIFEST_ID)
-    yield Have(manifest_id=_MANIFEST_ID, indices=from_tokens([0, 1]))
+    yield Have(manifest_id=_MANIFEST_ID, indices=from_tokens([0, 1]), ask=False)
     yield Request(manifest_id=_MANIFEST_ID, index=1)
     size = len(payload(anchor=False).chunk(1))
     yield Chunk(manifest_id=_MANIFEST_ID, index=1, payload_bytes=size)

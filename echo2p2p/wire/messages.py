@@ -425,6 +425,8 @@ class Have(Message, frozen=True, kw_only=True, tag="have"):
     manifest_id: bytes
     indices: Array
     """``[n] u4``, ascending."""
+    ask: bool
+    """Nobody pushes them to you: who was dealt them cannot be dialled, nor can you."""
 
 
 class Request(Message, frozen=True, kw_only=True, tag="request"):

@@ -71,6 +71,27 @@ def test_each_chunk_but_the_index_is_dealt_once_and_evenly():
     assert deals.dealer.finished
 
 
+def test_a_relay_that_cannot_be_dialled_is_counted_on_for_those_that_it_has_links_to():
+    """Two of four: each has two links beside the source, and the others serve its like."""
+    relays = [PeerId(name) for name in "abcd"]
+    deals = Deals(count=101, relays=relays)
+    for relay in relays:
+        deals.rates.of(relay).penalise(2_000_000.0)
+    deals.rates.reach.undialable = frozenset(relays[:2])
+    while deals.deal(0.0) is not None:
+        pass
+    shares = [len(deals.dealt[relay]) for relay in relays]
+    assert min(shares[:2]) > 2 * max(shares[2:])
+    a, b, c, d = relays
+    index = deals.dealt[a][0]
+    before = deals.dealer._relays[a].owed
+    deals.dealer.announced(b, index, 0.1)
+    assert deals.dealer._relays[a].owed == before, "it came from another"
+    deals.dealer.announced(c, index, 0.1)
+    deals.dealer.announced(d, index, 0.1)
+    assert deals.dealer._relays[a].owed == before - 2
+
+
 def test_a_relay_with_less_to_do_is_waited_for_while_its_link_takes_a_deal():
     deals = Deals()
     a, b, c = RELAYS
@@ -173,23 +194,6 @@ def test_a_chunk_without_a_second_holder_is_dealt_to_another():
     assert second[1] == first[1] == 1
     assert second[0] != first[0]
     assert deals.dealer.redealt == 1
-
-
-def test_a_chunk_that_does_not_leave_is_dealt_to_another():
-    deals = Deals(count=3)
-    relay, index = deals.dealer.deal(list("abc"), deals.known, None, 0.0)
-    deals.known[relay].add(index)
-    for now in (0.5, REDEAL_MIN_S):
-        assert deals.dealer.next_deadline() <= now or now < REDEAL_MIN_S
-        deals.dealer.on_time(now)
-        assert deals.dealer.redealt == 0
-    deals.dealer.on_time(REDEAL_MIN_S + 0.3)
-    assert deals.dealer.redealt == 1
-    other, again = deals.deal(REDEAL_MIN_S + 0.3)
-    assert again == index
-    assert other != relay
-    deals.dealer.sent(relay, index, 9.0)  # it has left after all: nobody minds
-    deals.dealer.announced(relay, index, 9.0)
 
 
 def test_where_all_chunks_take_long_to_leave_none_is_stuck():
@@ -297,3 +301,67 @@ def test_a_pushed_chunk_that_never_left_is_dealt_again():
     relay, index = deals.dealer.deal(RELAYS, deals.known, None, 0.1)
     deals.dealer.not_sent(relay, index)
     assert deals.deal(0.1)[1] == index
+
+
+def test_what_a_link_does_not_take_is_dealt_to_another_unless_all_of_them_are_slow():
+    for usual_s, dealt_again in ((0.05, True), (0.5, False)):
+        deals = Deals(count=11)
+        dealer, (a, b, c) = deals.dealer, RELAYS
+        for relay, now in ((a, 0.0), (b, 1.0)):
+            chosen, index = dealer.deal([relay], deals.known, None, now)
+            deals.known[chosen].add(index)
+            if relay == a:
+                dealer.sent(a, index, usual_s)
+                for peer in (b, c):
+                    dealer.announced(peer, index, usual_s + 0.1)
+        dealer.on_time(1.0 + 0.9 * REDEAL_MIN_S)
+        assert dealer.redealt == 0
+        dealer.on_time(1.0 + 1.5 * REDEAL_MIN_S)
+        assert (dealer.redealt == 1) is dealt_again
+        if dealt_again:
+            relay, again = deals.deal(3.0)
+            assert again == index
+            assert relay != b, "it may yet come, but nobody waits for it"
+
+
+def test_before_anything_has_left_nothing_is_late():
+    deals = Deals(count=11)
+    deals.dealer.deal(RELAYS, deals.known, None, 0.0)
+    deals.dealer.on_time(20.0)
+    assert deals.dealer.redealt == 0
+
+
+def test_what_was_usual_for_one_payload_is_for_the_next():
+    deals = Deals(count=3)
+    relay, index = deals.dealer.deal(RELAYS, deals.known, None, 0.0)
+    deals.dealer.sent(relay, index, 0.1)
+    known = {relay: ChunkSet(3) for relay in RELAYS}
+    following = Dealer(3, CHUNK // 2, deals.rates, push=True, backlog_max_s=1.5)
+    for relay in RELAYS:
+        following.relay_joined(relay)
+    following.deal(RELAYS, known, None, 10.0)
+    following.on_time(10.0 + 1.5 * REDEAL_MIN_S)
+    assert following.redealt == 1
+    assert deals.rates.leaving_s(CHUNK // 2) == pytest.approx(0.05)
+
+
+def test_later_deals_buy_an_older_one_no_time():
+    deals = Deals(count=401)
+    a = RELAYS[0]
+    deals.rates.of(a).penalise(200_000.0)
+    _, oldest = deals.deal(0.0, candidates=[a])
+    for _ in range(10):
+        deals.deal(0.9, candidates=[a])
+    deals.dealer.on_time(1.1 * REDEAL_MIN_S)
+    assert deals.dealer.redealt == 1
+    assert deals.deal(2.0)[1] == oldest
+
+
+def test_a_relay_that_was_taken_for_slow_is_believed_when_it_is_quick():
+    deals = Deals(count=401)
+    a, b, c = RELAYS
+    deals.rates.of(a).penalise(2_000.0)
+    _, index = deals.deal(0.0, candidates=[a])
+    for peer in (b, c):
+        deals.dealer.announced(peer, index, 0.1)
+    assert deals.rates.of(a).bytes_per_s == pytest.approx(2 * CHUNK / 0.1)

@@ -57,3 +57,16 @@ def test_what_is_done_without_work_is_ignored():
     rate.add(10**9, 5.0)
     work(rate, 6.0, 1.0, 1000)
     assert rate.bytes_per_s == pytest.approx(1000)
+
+
+def test_who_did_some_work_quickly_is_not_held_to_a_penalty():
+    rate = BusyRate()
+    rate.at_least(10**9)
+    assert rate.bytes_per_s is None, "too little is known"
+    work(rate, 0.0, 1.0, 1000)
+    for _ in range(5):
+        rate.penalise(assumed=1)
+    rate.at_least(400.0)
+    assert rate.bytes_per_s == pytest.approx(400)
+    rate.at_least(300.0)
+    assert rate.bytes_per_s == pytest.approx(400), "it can do more"

@@ -75,12 +75,15 @@ class Wire:
         for me, peer in ((one, other), (other, one)):
             self.perform(me, self.swarms[me].link_closed(peer, self.now))
 
-    def mesh(self):
+    def mesh(self, undialable=()):
+        for swarm in self.swarms.values():
+            swarm.reach.undialable = frozenset(undialable)
         for one, other in itertools.combinations(self.swarms, 2):
-            self.open(one, other)
+            if one not in undialable or other not in undialable:
+                self.open(one, other)
 
-    def start(self):
-        self.mesh()
+    def start(self, undialable=()):
+        self.mesh(undialable)
         for name in self.swarms:
             self.follow(name)
 
@@ -131,8 +134,8 @@ class Wire:
                 swarm.receive_offer(sender, ID)
             case SendWant():
                 self.perform(me, swarm.receive_want(sender, ID, now))
-            case SendHave(indices=indices):
-                self.perform(me, swarm.receive_have(sender, ID, indices, now))
+            case SendHave(indices=indices, ask=ask):
+                self.perform(me, swarm.receive_have(sender, ID, indices, now, ask=ask))
             case SendRequest(index=index):
                 self.perform(me, swarm.receive_request(sender, ID, index, now))
             case SendReject(index=index, reason=reason):
@@ -187,6 +190,18 @@ def test_in_a_mesh_the_source_sends_each_chunk_once_and_the_peers_do_the_rest(pe
     if peers > 1:
         shares = [wire.sent[name] for name in names(peers)]
         assert min(shares) > 0.5 * max(shares)
+
+
+def test_half_of_the_peers_cannot_be_dialled_and_nobody_waits_for_what_nobody_pushes():
+    peers, upload, count = 8, 1e5, 201
+    wire = Wire(names(peers), count=count, upload=upload)
+    wire.start(undialable=names(peers)[::2])
+    assert wire.run(30, wire.complete())
+    source_s = count * CHUNK / upload
+    cut_s = source_s * (peers // 2) / (peers // 2 + 1)
+    assert wire.now <= 1.3 * max(source_s, cut_s)
+    assert wire.duplicates <= 0.03 * wire.count * peers
+    assert wire.sent[SOURCE] <= 1.05 * wire.count + peers
 
 
 def test_an_anchor_is_pulled_and_never_pushed():
@@ -467,6 +482,33 @@ def test_a_chunk_from_the_source_is_pushed_on_and_one_from_a_peer_is_not():
         assert {e.link for e in effects if isinstance(e, SendChunk)} == pushed
 
 
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_chunk_that_an_undialable_peer_pushed_to_us_is_for_its_like_to_ask_for(announced):
+    swarm = opened(SOURCE, "open", "nat1", "nat2", held=[0])
+    swarm.reach.undialable = frozenset({"nat1", "nat2"})
+    for link in (SOURCE, "open", "nat1", "nat2"):
+        swarm.receive_want(link, ID, 0.0)
+    if announced:
+        swarm.receive_have("nat1", ID, [5], 0.9)
+    swarm.chunk_arrived("nat1", ID, 5, CHUNK, 1.0)
+    swarm.chunks_stored(ID, [5], 1.0)
+    swarm.chunk_arrived("open", ID, 6, CHUNK, 1.0)
+    swarm.chunks_stored(ID, [6], 1.0)
+    told = [effect for effect in swarm.on_time(1.1) if effect.link in ("open", "nat2")]
+    assert told == [
+        SendHave("open", ID, (5,)),
+        SendHave("nat2", ID, (5,), ask=True),
+        SendHave("nat2", ID, (6,)),
+    ]
+
+
+def test_what_we_are_told_to_ask_for_is_asked_for_at_once():
+    swarm = opened("a", "b", held=[0])
+    swarm.reach.mesh = True
+    assert swarm.receive_have("a", ID, [5, 6], 1.0) == [], "it is being pushed"
+    assert swarm.receive_have("b", ID, [5], 1.1, ask=True) == [SendRequest("b", ID, 5)]
+
+
 def test_who_comes_a_moment_after_a_chunk_was_dealt_to_us_is_pushed_it_too():
     swarm = opened(SOURCE, "a", "b", "c")
     swarm.receive_want("a", ID, 0.0)
@@ -483,12 +525,25 @@ def test_who_comes_a_moment_after_a_chunk_was_dealt_to_us_is_pushed_it_too():
 def test_outside_a_mesh_a_chunk_is_pushed_to_two_only():
     peers = [f"p{i:02}" for i in range(20)]
     swarm = opened(SOURCE, *peers, held=[0])
-    swarm.set_mesh(False)
+    swarm.reach.mesh = False
     for link in peers:
         swarm.receive_want(link, ID, 0.0)
     swarm.chunk_arrived(SOURCE, ID, 5, CHUNK, 1.0)
     effects = swarm.chunks_stored(ID, [5], 1.0)
     assert sum(isinstance(effect, SendChunk) for effect in effects) == 2
+
+
+@pytest.mark.parametrize("mesh", [True, False])
+def test_outside_a_mesh_the_source_is_told_of_a_chunk_and_who_lacks_it(mesh):
+    swarm = opened(SOURCE, "a", "b", "c", held=[0])
+    swarm.reach.mesh = mesh
+    for link in (SOURCE, "a", "b", "c"):
+        swarm.receive_want(link, ID, 0.0)
+    swarm.receive_have("a", ID, [5], 0.9)
+    swarm.chunk_arrived("b", ID, 5, CHUNK, 1.0)
+    swarm.chunks_stored(ID, [5], 1.0)
+    told = [effect.link for effect in swarm.on_time(1.1) if isinstance(effect, SendHave)]
+    assert told == ([SOURCE, "a", "c"] if mesh else [SOURCE, "c"])
 
 
 def test_a_copy_made_in_a_relays_stead_is_not_pushed_on():

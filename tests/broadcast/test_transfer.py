@@ -21,16 +21,21 @@ def transfer(count: int, *, push: bool = True) -> Transfer:
     )
 
 
+def news(it, link, indices, *, to_source=False):
+    found = it.news(link, indices, to_source=to_source, undialable=False)
+    return [effect.indices for effect in found]
+
+
 def test_a_follower_hears_of_each_chunk_once():
     it = transfer(5)
-    assert list(it.news(ANN, [1, 3], to_source=False)) == [(1, 3)]
-    assert list(it.news(ANN, [1, 2, 3], to_source=False)) == [(2,)]
-    assert list(it.news(BOB, [1], to_source=False)) == [(1,)], "each follower by itself"
+    assert news(it, ANN, [1, 3]) == [(1, 3)]
+    assert news(it, ANN, [1, 2, 3]) == [(2,)]
+    assert news(it, BOB, [1]) == [(1,)], "each follower by itself"
 
 
 def test_a_long_announcement_is_cut():
     count = HAVE_INDICES_MAX + 10
-    parts = list(transfer(count).news(ANN, range(count), to_source=False))
+    parts = news(transfer(count), ANN, range(count))
     assert [len(part) for part in parts] == [HAVE_INDICES_MAX, 10]
 
 
@@ -38,8 +43,8 @@ def test_who_holds_all_of_what_is_never_pushed_is_told_nothing_but_the_source_is
     it = transfer(2, push=False)
     for index in range(2):
         it.view(ANN).add(index)
-    assert list(it.news(ANN, [0, 1], to_source=False)) == []
-    assert list(it.news(ANN, [0, 1], to_source=True)) == [(0, 1)]
+    assert news(it, ANN, [0, 1]) == []
+    assert news(it, ANN, [0, 1], to_source=True) == [(0, 1)]
 
 
 def test_what_a_follower_was_sent_or_announced_is_not_lacking():

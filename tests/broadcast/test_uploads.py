@@ -1,4 +1,5 @@
 import math
+import random
 
 from echo2p2p.broadcast.outbox import Outbox
 from echo2p2p.broadcast.settings import SwarmSettings
@@ -49,7 +50,7 @@ def test_what_waits_can_be_cancelled_and_what_is_written_is_remembered_for_a_whi
 
 
 def test_a_few_links_are_sent_chunks_at_a_time_in_turn():
-    uploads = Uploads(SwarmSettings(uploads_max=2))
+    uploads = Uploads(SwarmSettings(uploads_max=2), random.Random(0))
     links = [PeerId(name) for name in "abc"]
     for link in links:
         uploads.open(link)
@@ -71,7 +72,7 @@ def test_a_few_links_are_sent_chunks_at_a_time_in_turn():
 
 def test_a_slow_receiver_does_not_block_the_others():
     settings = SwarmSettings(uploads_max=1, upload_slow_s=0.25)
-    uploads = Uploads(settings)
+    uploads = Uploads(settings, random.Random(0))
     for link in (PeerId("slow"), PeerId("fast")):
         uploads.open(link)
         uploads.to(link).queue((ID, 1), live=True)
@@ -83,7 +84,7 @@ def test_a_slow_receiver_does_not_block_the_others():
 
 
 def test_a_closed_link_gives_its_turn_back():
-    uploads = Uploads(SwarmSettings(uploads_max=1))
+    uploads = Uploads(SwarmSettings(uploads_max=1), random.Random(0))
     uploads.open(PeerId("a"))
     uploads.to(PeerId("a")).queue((ID, 1), live=True)
     uploads.started(PeerId("a"), uploads.to(PeerId("a")).next(live=True), 1000, 0.0)

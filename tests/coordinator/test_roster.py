@@ -288,6 +288,13 @@ async def test_the_source_is_told_whose_uplink_it_may_count_on(
     assert set(bench.uplinks) == {q.peer_id}
 
 
+async def test_the_source_is_told_who_cannot_be_dialled(autojump_clock, bench: Bench) -> None:
+    await bench.ready("p")
+    assert bench.told[-1][1] == frozenset()
+    await bench.roster.join(msgspec.structs.replace(bench.request("q"), relay=None))
+    assert bench.told[-1][1] == {bench.member("q").peer_id}
+
+
 async def test_limits_are_known_to_our_next_life(autojump_clock, disk: SimDisk) -> None:
     caps = Caps(upload_bytes_per_s=50_000.0, download_bytes_per_s=None, bytes_per_day=None)
     async with open_bench(disk) as bench:

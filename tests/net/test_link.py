@@ -199,7 +199,7 @@ async def test_each_write_has_all_of_the_timeout_and_one_that_has_not_is_the_lin
 
     async def talk():
         for nonce in itertools.count():
-            await frames.send(Have(manifest_id=ID, indices=from_tokens([nonce])))
+            await frames.send(Have(manifest_id=ID, indices=from_tokens([nonce]), ask=False))
             await trio.sleep(1)
 
     async with running((link, Recorder())) as ends, trio.open_nursery() as nursery:
@@ -340,7 +340,7 @@ async def test_a_wrong_key_is_refused(autojump_clock):
 
 async def test_waiting_frames_are_bounded_in_bytes_too(autojump_clock):
     link, _frames = await raw_end(LinkSettings(queue_bytes_max=100_000))
-    news = Have(manifest_id=ID, indices=from_tokens(list(range(10_000))))
+    news = Have(manifest_id=ID, indices=from_tokens(list(range(10_000))), ask=False)
     async with running((link, Recorder())) as ends:
         link.send_nowait(Want(manifest_id=ID))
         link.send_nowait(news)

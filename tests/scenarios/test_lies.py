@@ -45,7 +45,7 @@ COUNT = PAYLOAD.assembly.count
 
 
 def have(*indices):
-    return Have(manifest_id=ID, indices=from_tokens(list(indices)))
+    return Have(manifest_id=ID, indices=from_tokens(list(indices)), ask=False)
 
 
 class Wire:

@@ -41,7 +41,10 @@ items = st.one_of(
     st.builds(Ping, nonce=st.integers(0, 2**63)),
     st.builds(Goodbye, reason=st.text(max_size=20)),
     st.builds(Request, manifest_id=st.just(ID), index=st.integers(0, CHUNKS_MAX)),
-    st.builds(lambda i: Have(manifest_id=ID, indices=from_tokens(i)), st.lists(st.integers(0, 99))),
+    st.builds(
+        lambda i: Have(manifest_id=ID, indices=from_tokens(i), ask=False),
+        st.lists(st.integers(0, 99)),
+    ),
 )
 
 
@@ -153,7 +156,7 @@ def test_data_after_the_end_is_our_own_bug():
 def test_a_message_that_the_other_side_would_refuse_is_never_encoded():
     long = from_tokens(np.zeros(FRAME_BYTES_MAX // 4 + 1, dtype=np.uint32))
     with pytest.raises(LocalProtocolError):
-        encode_frame(Have(manifest_id=ID, indices=long))
+        encode_frame(Have(manifest_id=ID, indices=long, ask=False))
 
 
 def test_golden_bytes():

@@ -1,0 +1,20 @@
+"""Who can be linked to whom: two peers that cannot be dialled never are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2p2p.ids import PeerId
+
+
+@dataclass(slots=True)
+class Reach:
+    """What a node was told of the links of all."""
+
+    mesh: bool | None = None
+    """Whether all that can be linked are to be; ``None``: not told."""
+    undialable: frozenset[PeerId] = frozenset()
+
+    def links(self, one: PeerId, other: PeerId) -> bool:
+        """Return whether one can push to the other."""
+        return one not in self.undialable or other not in self.undialable
