@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.config import Settings
+from coordinator.config import MembershipSection, Settings
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.journal import Entry
 from echo2p2p.weights.chain import Link, plan_path
@@ -137,8 +137,11 @@ def test_a_peer_that_was_killed_and_comes_back_after_100_versions_pays_no_more_t
 
 
 def test_a_peer_on_a_slow_link_keeps_what_it_has_got_of_an_anchor_that_is_old_by_then():
+    # A heartbeat's answer stands behind ten seconds of chunks in such a line.
+    patient = MembershipSection(term_s=60.0, heartbeat_s=2.0)
+    given = settings(90, spare_bytes=0, skip_spans=[])
     spec = WorldSpec(
-        settings=settings(90, spare_bytes=0, skip_spans=[]),
+        settings=given.model_copy(update={"membership": patient}),
         peers=(
             PeerSpec("ann", seconds_per_token=0.01),
             PeerSpec("cem", seconds_per_token=0.01, down_bytes_per_s=4000.0),
