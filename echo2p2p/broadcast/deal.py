@@ -69,6 +69,11 @@ REFUSALS_MAX: Final = 16_384
 """Refused requests that are remembered; beyond it everything is served."""
 
 
+def _mean(before_s: float, now_s: float) -> float:
+    """Return the moving mean of a time; infinity before the first."""
+    return now_s if before_s == math.inf else before_s + (now_s - before_s) / 8
+
+
 class RelayRates:
     """Measured uplinks of relays, and whom they reach; outlives payloads."""
 
@@ -173,6 +178,8 @@ class Dealer:
         self._refused: set[tuple[PeerId, int]] = set()
         self._leaving_s = math.inf
         """What a deal takes to leave, on average; nothing is late before the first has left."""
+        self._spreading_s = math.inf
+        """And until a second holder announces it: on far or lossy lines, longer than on others."""
         self._next_check_s = float("inf")
         self.redealt = 0
 
@@ -385,9 +392,7 @@ class Dealer:
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
         deal.sent_s = now
-        took_s = now - deal.dealt_s
-        first = self._leaving_s == math.inf
-        self._leaving_s = took_s if first else self._leaving_s + (took_s - self._leaving_s) / 8
+        self._leaving_s = _mean(self._leaving_s, now - deal.dealt_s)
         if deal.owed <= 0:
             self._settle(index, deal)
             return
@@ -408,6 +413,8 @@ class Dealer:
         self._announced[index] += 1
         deal = self._deals.get(index)
         if deal is not None and deal.relay != peer:
+            if deal.sent_s is not None and not deal.spread:
+                self._spreading_s = _mean(self._spreading_s, now - deal.sent_s)
             deal.spread = True
             if not self._rates.reach.links(deal.relay, peer):
                 deal.second -= 1  # it has it of another
@@ -450,7 +457,9 @@ class Dealer:
             if deal.sent_s is None:
                 is_due = now - deal.dealt_s > max(REDEAL_MIN_S, STUCK * self._leaving_s)
             else:
-                is_due = now - deal.sent_s > max(REDEAL_MIN_S, 2 * deal.expected_s)
+                known = self._spreading_s < math.inf
+                usual_s = STUCK * (self._spreading_s if known else self._leaving_s)
+                is_due = now - deal.sent_s > max(REDEAL_MIN_S, 2 * deal.expected_s, usual_s)
             if not is_due:
                 continue
             self._settle(index, deal)

@@ -336,3 +336,21 @@ def test_a_relay_that_was_taken_for_slow_is_believed_when_it_is_quick():
     for peer in (b, c):
         deals.dealer.announced(peer, index, 0.1)
     assert deals.rates.of(a).bytes_per_s == pytest.approx(2 * CHUNK / 0.1)
+
+
+def test_where_all_chunks_take_long_to_spread_none_is_dealt_again_after_a_second():
+    deals = Deals(count=401)
+    a, b, c = RELAYS
+    deals.rates.of(b).penalise(2_000_000.0)
+    for step in range(10):
+        _, index = deals.deal(step / 10, candidates=[a])
+        for peer in (b, c):
+            deals.arrivals.append((step / 10 + 0.9 * REDEAL_MIN_S, peer, index))
+    for when, peer, index in deals.arrivals:
+        deals.dealer.on_time(when)
+        deals.dealer.announced(peer, index, when)
+    _, last = deals.deal(4.0, candidates=[b])
+    deals.dealer.on_time(4.0 + 2 * REDEAL_MIN_S)
+    assert last in deals.dealer._deals
+    deals.dealer.on_time(4.0 + 8 * REDEAL_MIN_S)
+    assert last not in deals.dealer._deals
