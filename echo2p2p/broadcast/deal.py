@@ -478,6 +478,8 @@ class Dealer:
         Refused is what the peer can, or will soon be able to, have from another, unless the relay
         that was dealt it is behind.
         """
+        if not any(self._rates.relays(relay) for relay in self._relays if relay != peer):
+            return True
         state = self._relays.get(peer)
         own = 1 if state and index in state.announced else 0
         deal = self._deals.get(index)
