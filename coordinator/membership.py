@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Final
 
-from echo2p2p.broadcast.deal import RATE_ASSUMED_BYTES_PER_S
+from echo2p2p.broadcast.relay_rates import RATE_ASSUMED_BYTES_PER_S
 from echo2p2p.ids import Incarnation, PeerId, Version
 from echo2p2p.net.shaping import DAY_S, RATE_BYTES_PER_S_MIN
 from echo2p2p.wire.messages import Address, Caps, Heartbeat, JoinRequest, Measurements

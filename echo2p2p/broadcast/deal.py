@@ -26,21 +26,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
-from echo2p2p.broadcast.rates import BusyRate
-from echo2p2p.broadcast.reach import Reach
+from echo2p2p.broadcast.relay_rates import RelayRates, mean_of
 from echo2p2p.ids import PeerId
-
-RATE_ASSUMED_BYTES_PER_S: Final = 1024.0 * 1024.0
-"""Of a relay, before any relay was measured: an uplink of 8 Mbit/s."""
-
-RATE_FLOOR: Final = 0.25
-"""Share of the mean rate below which a relay's slowness buys it no more time."""
 
 UNMEASURED_DEALS_MAX: Final = 16
 """Chunks dealt to a relay of which nothing is known yet."""
-
-SAMPLE_BUSY_S: Final = 0.5
-"""Longer than announcements come in bursts."""
 
 DEALS_AT_WORK: Final = 2
 """A relay's oldest chunks, which it is passing on: never too many, and left to it."""
@@ -57,9 +47,6 @@ EVEN_S: Final = 0.1
 WAIT_S: Final = 0.25
 """For a relay with less to do, whose link has no room yet. What takes longer is stuck."""
 
-TRY_AGAIN_S: Final = 1.0
-"""A relay that seems slow, and has nothing to do, gets a chunk so often all the same."""
-
 LOOK_AHEAD_CHUNKS: Final = 32
 """Of the chunks not yet dealt, how many are tried when the first suits none of the relays."""
 
@@ -68,58 +55,6 @@ PROMISE_S: Final = 3.0
 
 REFUSALS_MAX: Final = 16_384
 """Refused requests that are remembered; beyond it everything is served."""
-
-
-class RelayRates:
-    """Measured uplinks of relays, and whom they reach; outlives payloads."""
-
-    def __init__(self, reach: Reach | None = None) -> None:
-        self.reach = reach or Reach()
-        self._rates: dict[PeerId, BusyRate] = {}
-        self._leaving_s_per_byte = math.inf
-        self.allowed: Mapping[PeerId, float] = {}
-        """What its owner lets a relay send, bytes per second, where that is known."""
-
-    def of(self, relay: PeerId) -> BusyRate:
-        """Return the relay's meter."""
-        return self._rates.setdefault(relay, BusyRate(SAMPLE_BUSY_S))
-
-    def forget(self, relay: PeerId) -> None:
-        """The relay left."""
-        self._rates.pop(relay, None)
-
-    def left(self, took_s: float, chunk_bytes: int) -> None:
-        """A deal took so long to leave."""
-        now, mean = took_s / chunk_bytes, self._leaving_s_per_byte
-        self._leaving_s_per_byte = now if mean == math.inf else mean + (now - mean) / 8
-
-    def leaving_s(self, chunk_bytes: int) -> float:
-        """Return what a deal takes to leave, on average; infinite before the first has left."""
-        return self._leaving_s_per_byte * chunk_bytes
-
-    def mean(self) -> float | None:
-        """Return the mean of the measured, bytes per second; ``None`` before the first."""
-        known = [rate.bytes_per_s for rate in self._rates.values() if rate.bytes_per_s is not None]
-        return sum(known) / len(known) if known else None
-
-    def estimate(self, relay: PeerId) -> float:
-        """Return bytes per second, above 0: measured, or the others' mean, or assumed.
-
-        Before it is measured, no more than it is allowed.
-        """
-        mean = self.mean() or RATE_ASSUMED_BYTES_PER_S
-        own = self.of(relay).bytes_per_s
-        if own is None:
-            own = min(mean, self.allowed.get(relay, mean))
-        return max(own, mean / 1000)
-
-    def relays(self, relay: PeerId) -> bool:
-        """Return whether it passes anything on; one of which nothing is known does."""
-        return self.allowed.get(relay, 1.0) > 0
-
-    def patient(self, relay: PeerId) -> float:
-        """Return the rate by which its lateness is judged, bytes per second."""
-        return max(self.estimate(relay), RATE_FLOOR * (self.mean() or RATE_ASSUMED_BYTES_PER_S))
 
 
 @dataclass(slots=True)
@@ -182,6 +117,9 @@ class Dealer:
         """Copies of all deals."""
         self._promised: dict[int, tuple[PeerId, float]] = {}
         self._refused: set[tuple[PeerId, int]] = set()
+        self._spreading_s = math.inf
+        """From when a deal has left until a second holder announces it, on average: on far or lossy
+        lines, longer than on others."""
         self._next_check_s = float("inf")
         self.redealt = 0
 
@@ -278,6 +216,7 @@ class Dealer:
             state.deals[index] = None
             state.dealt += 1
             state.latest, state.latest_s = index, now
+            self._rates.tried(relay, now)
             expected_s = state.owed * self._chunk_bytes / self._rates.patient(relay)
             deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, now)
             self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
@@ -304,7 +243,7 @@ class Dealer:
         state = self._relays[relay]
         if state.owed or 4 * len(self._undealt) < self._count:
             return False
-        return now >= state.latest_s + TRY_AGAIN_S
+        return self._rates.is_to_try(relay, now)
 
     def _is_worth_waiting(
         self,
@@ -394,8 +333,7 @@ class Dealer:
         if deal is None or deal.relay != relay or deal.sent_s is not None:
             return
         deal.sent_s = now
-        took_s = now - deal.dealt_s
-        self._rates.left(took_s, self._chunk_bytes)
+        self._rates.left(now - deal.dealt_s, self._chunk_bytes)
         if deal.owed <= 0:
             self._settle(index, deal)
             return
@@ -416,7 +354,10 @@ class Dealer:
         self._announced[index] += 1
         deal = self._deals.get(index)
         if deal is not None and deal.relay != peer:
+            if deal.sent_s is not None and not deal.spread:
+                self._spreading_s = mean_of(self._spreading_s, now - deal.sent_s)
             deal.spread = True
+            self._rates.passed_on(deal.relay)
             if not self._rates.reach.links(deal.relay, peer):
                 deal.second -= 1  # it has it of another
                 self._second -= 1
@@ -454,18 +395,20 @@ class Dealer:
             return
         for relay in self._relays:
             self._rates.of(relay).tick(now)
+        leaving_s = self._rates.leaving_s(self._chunk_bytes)
         for index, deal in list(self._deals.items()):
             if deal.sent_s is None:
-                is_due = now - deal.dealt_s > max(
-                    REDEAL_MIN_S, STUCK * self._rates.leaving_s(self._chunk_bytes)
-                )
+                is_due = now - deal.dealt_s > max(REDEAL_MIN_S, STUCK * leaving_s)
             else:
-                is_due = now - deal.sent_s > max(REDEAL_MIN_S, 2 * deal.expected_s)
+                known = self._spreading_s < math.inf
+                usual_s = STUCK * (self._spreading_s if known else leaving_s)
+                is_due = now - deal.sent_s > max(REDEAL_MIN_S, 2 * deal.expected_s, usual_s)
             if not is_due:
                 continue
             self._settle(index, deal)
             self._tried.setdefault(index, set()).add(deal.relay)
             if not deal.spread:
+                self._rates.in_vain(deal.relay)
                 self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
                 self._undealt.appendleft(index)
                 self.redealt += 1
@@ -479,6 +422,8 @@ class Dealer:
         Refused is what the peer can, or will soon be able to, have from another, unless the relay
         that was dealt it is behind.
         """
+        if not any(self._rates.relays(relay) for relay in self._relays if relay != peer):
+            return True
         state = self._relays.get(peer)
         own = 1 if state and index in state.announced else 0
         deal = self._deals.get(index)

@@ -39,6 +39,9 @@ TICK_S: Final = 0.0625
 DELAY_WEIGHT: Final = 0.1
 """Of the newest push in the mean time from announcement to arrival."""
 
+FAR: Final = 3.0
+"""Round trips for which a pushed chunk may be on its way behind its announcement."""
+
 REASON: Final = 3
 """Deadlines that a link gains by bringing other chunks."""
 
@@ -168,8 +171,10 @@ class Picker:
         if goal is None:
             return
         if grace_s:
-            most_s = max(grace_s, self._settings.pull_grace_max_s)
-            grace_s = min(max(grace_s, 2 * self._push_delay_s), most_s)
+            pushed = grace_s >= self._settings.pull_grace_s
+            far_s = FAR * self._links[link].rtt_s if pushed else 0.0
+            most_s = max(grace_s, self._settings.pull_grace_max_s, far_s)
+            grace_s = min(max(grace_s, 2 * self._push_delay_s, far_s), most_s)
             self._wake_at(now + grace_s)
         if self._links[link].is_source:
             self._wake_at(now + grace_s + self._settings.source_grace_s)

@@ -18,7 +18,7 @@ import random
 from collections.abc import Collection, Iterable, Sequence
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
-from echo2p2p.broadcast.deal import Dealer, RelayRates
+from echo2p2p.broadcast.deal import Dealer
 from echo2p2p.broadcast.effects import (
     CloseLink,
     Effect,
@@ -31,6 +31,7 @@ from echo2p2p.broadcast.effects import (
 from echo2p2p.broadcast.outbox import CROSSING_S, Key
 from echo2p2p.broadcast.picker import Pick, Picker
 from echo2p2p.broadcast.reach import Reach
+from echo2p2p.broadcast.relay_rates import RelayRates
 from echo2p2p.broadcast.settings import MESH_NODES_MAX, SwarmSettings
 from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, remember
 from echo2p2p.broadcast.uploads import Uploads

@@ -2,13 +2,12 @@ import pytest
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import (
-    RATE_ASSUMED_BYTES_PER_S,
     REDEAL_MIN_S,
     UNMEASURED_DEALS_MAX,
     WAIT_S,
     Dealer,
-    RelayRates,
 )
+from echo2p2p.broadcast.relay_rates import RATE_ASSUMED_BYTES_PER_S, RelayRates
 from echo2p2p.ids import PeerId
 
 CHUNK = 10_000
@@ -365,3 +364,46 @@ def test_a_relay_that_was_taken_for_slow_is_believed_when_it_is_quick():
     for peer in (b, c):
         deals.dealer.announced(peer, index, 0.1)
     assert deals.rates.of(a).bytes_per_s == pytest.approx(2 * CHUNK / 0.1)
+
+
+def test_where_all_chunks_take_long_to_spread_none_is_dealt_again_after_a_second():
+    deals = Deals(count=401)
+    a, b, c = RELAYS
+    deals.rates.of(b).penalise(2_000_000.0)
+    for step in range(10):
+        _, index = deals.deal(step / 10, candidates=[a])
+        for peer in (b, c):
+            deals.arrivals.append((step / 10 + 0.9 * REDEAL_MIN_S, peer, index))
+    for when, peer, index in deals.arrivals:
+        deals.dealer.on_time(when)
+        deals.dealer.announced(peer, index, when)
+    _, last = deals.deal(4.0, candidates=[b])
+    deals.dealer.on_time(4.0 + 2 * REDEAL_MIN_S)
+    assert last in deals.dealer._deals
+    deals.dealer.on_time(4.0 + 8 * REDEAL_MIN_S)
+    assert last not in deals.dealer._deals
+
+
+def test_a_relay_that_passes_nothing_on_is_tried_ever_less_also_over_many_small_payloads():
+    rates, (a, b, c) = RelayRates(), RELAYS
+    tried, now, quick = [], 0.0, {b, c}
+    for _ in range(200):
+        dealer = Dealer(2, CHUNK, rates, push=True, backlog_max_s=1.5)
+        known = {relay: ChunkSet(2) for relay in RELAYS}
+        for relay in RELAYS:
+            dealer.relay_joined(relay)
+        relay, index = dealer.deal(RELAYS, known, None, now)
+        dealer.sent(relay, index, now)
+        if relay == a:
+            tried.append(now)
+            dealer.on_time(now + 1000.0)
+            assert dealer.redealt == 1
+        else:
+            for peer in quick - {relay}:
+                dealer.announced(peer, index, now + 0.1)
+        now += 2.0
+    assert len(tried) <= 12, "not every third payload waits for it"
+    assert rates.is_to_try(a, now), "but it is not given up"
+    rates.passed_on(a)
+    rates.tried(a, now)
+    assert rates.is_to_try(a, now + 1.0), "one that works is believed at once"

@@ -51,6 +51,16 @@ def test_each_chunk_is_asked_of_one_holder_within_its_window():
     assert ours.plan(0.0) == []
 
 
+@pytest.mark.parametrize(("rtt_s", "asked_at_s"), [(0.05, 0.5), (1.2, 3.6)])
+def test_a_push_from_far_away_is_waited_for_longer(rtt_s, asked_at_s):
+    ours = Picker(random.Random(0), SwarmSettings())
+    ours.link_opened(A, is_source=False, rtt_s=rtt_s)
+    follow(ours, ID, held=(0,), live=True)
+    offer(ours, A, [5], grace_s=0.5)
+    assert ours.plan(asked_at_s - 0.01) == []
+    assert ours.plan(asked_at_s) == [Pick(A, ID, 5)]
+
+
 def test_the_rarest_goes_first():
     ours = picker(A, B, C)
     offer(ours, A, range(1, 50))

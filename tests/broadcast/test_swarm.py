@@ -192,6 +192,17 @@ def test_in_a_mesh_the_source_sends_each_chunk_once_and_the_peers_do_the_rest(pe
         assert min(shares) > 0.5 * max(shares)
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 0.075])
+def test_near_and_far_hardly_a_byte_is_received_twice(latency_s):
+    peers = 4
+    wire = Wire(names(peers), count=121, upload=1e5, latency_s=latency_s)
+    wire.start()
+    assert wire.run(30, wire.complete())
+    assert wire.duplicates <= 0.01 * wire.count * peers
+    assert wire.sent[SOURCE] <= 1.05 * wire.count
+
+
+@pytest.mark.slow
 def test_half_of_the_peers_cannot_be_dialled_and_nobody_waits_for_what_nobody_pushes():
     peers, upload, count = 8, 1e5, 201
     wire = Wire(names(peers), count=count, upload=upload)

@@ -11,8 +11,8 @@ from coordinator.config import MembershipSection
 from coordinator.membership import Duplicate, Member, State, Wait
 from coordinator.roster import REPLAN_S, Starting
 from echo2p2p.broadcast import overlay
-from echo2p2p.broadcast.deal import RATE_ASSUMED_BYTES_PER_S
 from echo2p2p.broadcast.overlay import Neighbours
+from echo2p2p.broadcast.relay_rates import RATE_ASSUMED_BYTES_PER_S
 from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import RemoteProtocolError
 from echo2p2p.ids import SOURCE, PeerId

@@ -1,0 +1,107 @@
+"""What a source knows of its relays: uplinks, whom they reach, and whether trying them is worth it.
+
+It outlives payloads, which may be of one or two chunks each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from echo2p2p.broadcast.rates import BusyRate
+from echo2p2p.broadcast.reach import Reach
+from echo2p2p.ids import PeerId
+
+RATE_ASSUMED_BYTES_PER_S: Final = 1024.0 * 1024.0
+"""Of a relay, before any relay was measured: an uplink of 8 Mbit/s."""
+
+RATE_FLOOR: Final = 0.25
+"""Share of the mean rate below which a relay's slowness buys it no more time."""
+
+SAMPLE_BUSY_S: Final = 0.5
+"""Longer than announcements come in bursts."""
+
+TRY_AGAIN_S: Final = 1.0
+"""A relay that seems slow, and has nothing to do, gets a chunk so often all the same."""
+TRIES_DOUBLED: Final = 6
+"""One that has passed nothing on is tried half as often each time, so many times. It may lie to the
+other peers, who have cut it off, or be cut off from them; each try costs everybody a second."""
+
+
+def mean_of(before_s: float, now_s: float) -> float:
+    """Return the moving mean of a time; infinity before the first."""
+    return now_s if before_s == math.inf else before_s + (now_s - before_s) / 8
+
+
+class RelayRates:
+    """Measured uplinks of relays, and whom they reach; outlives payloads."""
+
+    def __init__(self, reach: Reach | None = None) -> None:
+        self.reach = reach or Reach()
+        self._rates: dict[PeerId, BusyRate] = {}
+        self._leaving_s_per_byte = math.inf
+        self._next_try_s: dict[PeerId, float] = {}
+        self._in_vain: Counter[PeerId] = Counter()
+        self.allowed: Mapping[PeerId, float] = {}
+        """What its owner lets a relay send, bytes per second, where that is known."""
+
+    def of(self, relay: PeerId) -> BusyRate:
+        """Return the relay's meter."""
+        return self._rates.setdefault(relay, BusyRate(SAMPLE_BUSY_S))
+
+    def forget(self, relay: PeerId) -> None:
+        """The relay left."""
+        self._rates.pop(relay, None)
+        self._next_try_s.pop(relay, None)
+        self._in_vain.pop(relay, None)
+
+    def left(self, took_s: float, chunk_bytes: int) -> None:
+        """A deal took so long to leave."""
+        self._leaving_s_per_byte = mean_of(self._leaving_s_per_byte, took_s / chunk_bytes)
+
+    def leaving_s(self, chunk_bytes: int) -> float:
+        """Return what a deal takes to leave, on average; infinite before the first has left."""
+        return self._leaving_s_per_byte * chunk_bytes
+
+    def is_to_try(self, relay: PeerId, now: float) -> bool:
+        """Return whether to deal to it, if it has nothing to do, however slow it seems."""
+        return now >= self._next_try_s.get(relay, -math.inf)
+
+    def tried(self, relay: PeerId, now: float) -> None:
+        """It was dealt a chunk."""
+        pause_s = TRY_AGAIN_S * 2 ** min(self._in_vain[relay], TRIES_DOUBLED)
+        self._next_try_s[relay] = now + pause_s
+
+    def passed_on(self, relay: PeerId) -> None:
+        """Somebody has a chunk that it was dealt."""
+        self._in_vain[relay] = 0
+
+    def in_vain(self, relay: PeerId) -> None:
+        """Nobody has a chunk that it was dealt."""
+        self._in_vain[relay] += 1
+
+    def mean(self) -> float | None:
+        """Return the mean of the measured, bytes per second; ``None`` before the first."""
+        known = [rate.bytes_per_s for rate in self._rates.values() if rate.bytes_per_s is not None]
+        return sum(known) / len(known) if known else None
+
+    def estimate(self, relay: PeerId) -> float:
+        """Return bytes per second, above 0: measured, or the others' mean, or assumed.
+
+        Before it is measured, no more than it is allowed.
+        """
+        mean = self.mean() or RATE_ASSUMED_BYTES_PER_S
+        own = self.of(relay).bytes_per_s
+        if own is None:
+            own = min(mean, self.allowed.get(relay, mean))
+        return max(own, mean / 1000)
+
+    def relays(self, relay: PeerId) -> bool:
+        """Return whether it passes anything on; one of which nothing is known does."""
+        return self.allowed.get(relay, 1.0) > 0
+
+    def patient(self, relay: PeerId) -> float:
+        """Return the rate by which its lateness is judged, bytes per second."""
+        return max(self.estimate(relay), RATE_FLOOR * (self.mean() or RATE_ASSUMED_BYTES_PER_S))
