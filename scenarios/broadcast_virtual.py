@@ -30,6 +30,8 @@ from scenarios.broadcast_rows import Case, Outcome, Row, row_of
 from scenarios.one_to_many import OneToMany, receive_whole
 
 MS: Final = 1e-3
+JOIN_AT_ONCE: Final = 32
+JOIN_EVERY_S: Final = 0.5
 TICK_S: Final = 1 / 1024
 """In a large run, where exact timers would cost a round of the scheduler each."""
 
@@ -104,7 +106,10 @@ async def _relay(case: Case, lines: list[Line], seed: int) -> Outcome:
         ids = [relays.peer_id(name) for name in names[1:]]
         overlay: dict[PeerId, tuple[PeerId, ...]] = plan_neighbours(ids, lines, seed)
         links = sum(map(len, overlay.values())) // 2 + len(ids)
-        relays.link_up({**overlay, SOURCE: tuple(ids)})
+        for first in range(0, len(names), JOIN_AT_ONCE):
+            # A source shakes hands with so many at once; more would come back later.
+            relays.link_up({**overlay, SOURCE: tuple(ids)}, names[first : first + JOIN_AT_ONCE])
+            await trio.sleep(JOIN_EVERY_S)
         await relays.wait_linked(links)
         outcome = await _clocked(case, _Net(network, relays, payload))
         nursery.cancel_scope.cancel()

@@ -223,18 +223,25 @@ class RelayNet:
         """End a member's tasks, as a killed process would."""
         self.members.pop(name).scope.cancel()
 
-    def link_up(self, overlay: Mapping[PeerId, Collection[PeerId]] | None = None) -> None:
-        """Tell everybody of everybody, or of those that ``overlay`` names."""
-        everybody = [
-            Neighbour(peer_id=self.peer_id(member.name), address=member.address)
-            for member in self.peers
-        ]
-        for member in self.members.values():
-            chosen = overlay.get(self.peer_id(member.name)) if overlay else None
-            plan = [one for one in everybody if chosen is None or one.peer_id in chosen]
-            member.node.set_neighbours(
-                plan, self.source.address, mesh=len(everybody) <= MESH_NODES_MAX
+    def link_up(
+        self,
+        overlay: Mapping[PeerId, Collection[PeerId]] | None = None,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """Tell everybody, or those called so, of everybody, or of those that ``overlay`` names."""
+        everybody = {
+            self.peer_id(member.name): Neighbour(
+                peer_id=self.peer_id(member.name), address=member.address
             )
+            for member in self.peers
+        }
+        for name, member in self.members.items():
+            if names is None or name in names:
+                chosen = overlay.get(self.peer_id(name)) if overlay else None
+                plan = [everybody[one] for one in (everybody if chosen is None else chosen)]
+                member.node.set_neighbours(
+                    plan, self.source.address, mesh=len(everybody) <= MESH_NODES_MAX
+                )
 
     async def wait_linked(self, links: int | None = None) -> None:
         """Wait until there are so many links in all (default: all pairs, the source included)."""
@@ -242,12 +249,12 @@ class RelayNet:
             links = len(self.members) * (len(self.members) - 1) // 2
         up = 0
         while up < 2 * links:
-            await self._progress()
+            await self._progress(len(self.members) / MESH_NODES_MAX)
             up = sum(len(member.node.statistics().links) for member in self.members.values())
 
-    async def _progress(self) -> None:
+    async def _progress(self, patience: float = 1.0) -> None:
         """Let the nodes run on for a moment of the run's time."""
-        await trio.sleep(0.01)
+        await trio.sleep(0.01 * max(1.0, patience))
 
     async def broadcast(
         self, payload: Payload, *, push: bool = True, names: Iterable[str] | None = None
