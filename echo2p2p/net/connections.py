@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 import trio
 
 from echo2p2p.errors import LinkError, RemoteProtocolError
-from echo2p2p.ids import SOURCE, ManifestId, PeerId
+from echo2p2p.ids import SOURCE, Incarnation, ManifestId, PeerId
 from echo2p2p.limits import NEIGHBOURS_MAX, Fill
 from echo2p2p.net.crowd import Crowd
 from echo2p2p.net.link import Link, LinkSettings, open_link, watch_links
@@ -64,6 +64,11 @@ def targets_of(
     if source is not None and me != SOURCE:
         targets[SOURCE] = Endpoint(source.host, source.port)
     return targets
+
+
+NOT_PLANNED: Final = "no link is planned"
+GONE_MAX: Final = 4096
+"""Peers that are remembered as gone; beyond it the first are forgotten."""
 
 
 class LinkStatistics(NamedTuple):
@@ -141,6 +146,11 @@ class Connections:
         self._targets: dict[PeerId, Endpoint] = {}
         self._diallers: dict[PeerId, trio.CancelScope] = {}
         self._quarantined: dict[PeerId, float] = {}
+        self._expected: frozenset[PeerId] = frozenset()
+        self._incarnations: dict[PeerId, Incarnation] = {}
+        """Of those that are expected, as last linked."""
+        self._gone: dict[PeerId, Incarnation | None] = {}
+        """Who was expected once and is not now, and its last life, if we have met it."""
         self._strangers: Crowd[trio.CancelScope] = Crowd(settings.handshakes_max)
         self._nursery: trio.Nursery | None = None
 
@@ -159,6 +169,26 @@ class Connections:
                 self._diallers.pop(peer_id).cancel()
         for peer_id in self._targets:
             self._start_dialling(peer_id)
+
+    def expect(self, peers: Iterable[PeerId]) -> None:
+        """Say with whom links are planned.
+
+        Whoever was among them and is no longer has left or was evicted, or is no neighbour now: its
+        link is closed, and it is refused until it is planned again or comes in another life.
+        Strangers, whom no plan has named yet, are served: they may have joined a moment ago.
+        """
+        before, self._expected = self._expected, frozenset(peers)
+        for peer_id, session in self._sessions.items():
+            if peer_id in self._expected:
+                self._incarnations[peer_id] = session.link.peer.incarnation
+        for peer_id in self._expected & self._gone.keys():
+            del self._gone[peer_id]
+        for peer_id in sorted(before - self._expected):
+            self._gone[peer_id] = self._incarnations.pop(peer_id, None)
+            if (link := self.link(peer_id)) is not None:
+                link.close(NOT_PLANNED)
+        while len(self._gone) > GONE_MAX:
+            del self._gone[next(iter(self._gone))]
 
     def link(self, peer_id: PeerId) -> Link | None:
         """Return the live link to a peer."""
@@ -291,7 +321,12 @@ class Connections:
         old = self._sessions.get(peer_id)
         if self._quarantined.get(peer_id, now) > now:
             return "quarantined"
-        if old is not None and old.link.peer.incarnation > session.link.peer.incarnation:
+        incarnation = session.link.peer.incarnation
+        if peer_id in self._gone:
+            last = self._gone[peer_id]
+            if last is None or incarnation <= last:
+                return NOT_PLANNED
+        if old is not None and old.link.peer.incarnation > incarnation:
             return "a newer incarnation is linked"
         if old is None and len(self._sessions) >= self._settings.links_max:
             return "too many links"
@@ -299,6 +334,8 @@ class Connections:
             old.link.close("replaced by a newer link")
             self._unregister(old)
         self._sessions[peer_id] = session
+        if peer_id in self._expected:
+            self._incarnations[peer_id] = incarnation
         self._journal.event(LINK_OPENED, peer=peer_id, rtt_s=session.link.rtt_s)
         self._owner.link_opened(peer_id, session.link.rtt_s)
         return None

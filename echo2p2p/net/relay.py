@@ -179,6 +179,7 @@ class RelayNode:
         me = self._self.peer_id
         targets = targets_of(known, source, me=me, dialable=self._dialable)
         self._connections.set_targets(targets)
+        self._connections.expect(PeerId(one.peer_id) for one in known)
 
     def set_uplinks(
         self, uplinks: Mapping[PeerId, float], undialable: frozenset[PeerId] = frozenset()
@@ -191,6 +192,7 @@ class RelayNode:
         """
         self._swarm.rates.allowed = dict(uplinks)
         self._swarm.reach.undialable = undialable
+        self._connections.expect(uplinks)
 
     # --- payloads -----------------------------------------------------------------------------
 
