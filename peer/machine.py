@@ -25,7 +25,7 @@ from echo2p2p.wire.messages import Hardware
 from peer.app import PeerPorts, limits_of
 from peer.checkpoint import read_checkpoint
 from peer.config import PeerSettings
-from peer.engine.client import HfEngineProcess
+from peer.engine.client import EngineProcess
 from peer.local import ReadModel
 
 ENGINE_SHARE: Final = 0.9
@@ -154,11 +154,11 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
     folder = Path(settings.folder).expanduser()
     kind = engine_kind(settings)
 
-    def make_engine() -> HfEngineProcess:
+    def make_engine() -> EngineProcess:
         most, free = settings.engine.memory_max_bytes, free_memory_bytes()
         if most is None and free is not None:
             most = int(ENGINE_SHARE * free)
-        return HfEngineProcess(memory_max_bytes=most, log_file=folder / "engine.log")
+        return EngineProcess(memory_max_bytes=most, log_file=folder / "engine.log")
 
     async with open_aio(journal) as aio:
         yield PeerPorts(
