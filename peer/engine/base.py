@@ -18,6 +18,9 @@ GENERATE_TIMEOUT_S: Final = 1800.0
 """For whoever knows no better."""
 
 
+CACHE_BYTES_CPU: Final = 512 << 20
+"""For vLLM's keys and values on a CPU, where it would take nine tenths of the machine."""
+
 Option = bool | int | float | str
 
 

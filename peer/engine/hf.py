@@ -29,6 +29,7 @@ from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
+from peer.engine import trial
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
 from peer.engine.hf_batch import Batch
 from peer.engine.model_config import plain_config, unusable
@@ -83,26 +84,31 @@ class HfEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         torch.set_num_threads(setup.threads)
-        if setup.dtype not in DTYPES:
+        self._dtype = "float32" if setup.dtype == "auto" else setup.dtype
+        if self._dtype not in DTYPES:
             raise ConfigError("engine.dtype", f"{setup.dtype!r} is none of {', '.join(DTYPES)}")
         self._setup = setup
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = _build(setup.model_config, DTYPES[setup.dtype]).to(self._device).eval()
+        self._model = _build(setup.model_config, DTYPES[self._dtype]).to(self._device).eval()
         self._layout = Layout.from_table(setup.layout)
         self._names = self._model.state_dict(keep_vars=True)
         self._check_layout()
-        self._version: Version | None = None
         config = self._model.config.get_text_config()
         self._vocabulary = int(config.vocab_size)
         self._positions: int = getattr(config, "max_position_embeddings", None) or 1 << 62
+        self._version: Version | None = trial.VERSION
+        self._tokens_per_s = trial.measure_tokens_per_s(self.generate)
+        self._version = None
 
     def info(self) -> EngineInfo:
         """Return what the engine says of itself."""
         return EngineInfo(
             kind="hf",
             device=str(self._device),
-            dtype=self._setup.dtype,
+            dtype=self._dtype,
             memory_bytes=resident_bytes(),
+            model=type(self._model).__name__,
+            tokens_per_s=self._tokens_per_s,
         )
 
     def _check_layout(self) -> None:

@@ -34,7 +34,15 @@ from echo2p2p.weights.state import state_digest
 from echo2p2p.wire import codec
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport, Option
+from peer.engine import trial
+from peer.engine.base import (
+    CACHE_BYTES_CPU,
+    EngineInfo,
+    EngineSetup,
+    Generated,
+    LoadReport,
+    Option,
+)
 from peer.engine.model_config import plain_config
 from peer.engine.refusal import refusal_of
 
@@ -70,14 +78,10 @@ REFUSED_OPTIONS: Final = frozenset(
 )
 
 DTYPES: Final = frozenset({"auto", "float32", "bfloat16", "float16"})
-CACHE_BYTES_CPU: Final = 512 << 20
-"""For keys and values on a CPU, where vLLM would take nine tenths of the machine."""
 BLOCK_TOKENS_CPU: Final = 32
 """A prefix is shared in whole blocks: the least that vLLM takes on CPUs; its default is 128."""
 TEMPERATURE_MIN: Final = 0.01
 """Below it vLLM samples at this temperature instead."""
-TRIAL_SEQUENCES: Final = 8
-TRIAL_TOKENS: Final = 16
 
 
 class VllmEngine:
@@ -117,9 +121,10 @@ class VllmEngine:
         self._ranks = int(config.parallel_config.tensor_parallel_size)
         self._model = str(plain["architectures"][0])
         self._check_layout()
-        self._version: Version | None = None
         phase("generating for a trial")
-        self._tokens_per_s = self._try_out()
+        self._version: Version | None = trial.VERSION
+        self._tokens_per_s = trial.measure_tokens_per_s(self.generate)
+        self._version = None
 
     def _arguments(self, folder: str) -> dict[str, Any]:
         """Return what vLLM's engine is made with.
@@ -158,16 +163,6 @@ class VllmEngine:
                     f"the layout is not this model's: {name} has shape {list(held[name])}, "
                     f"not {spec.shape}"
                 )
-
-    def _try_out(self) -> float:
-        """Return tokens a second of a small batch; the first one, which compiles, is not timed."""
-        plain = {"temperature": 1.0, "max_tokens": TRIAL_TOKENS, "stop_token_ids": []}
-        requests = [([0], {**plain, "seed": seed}) for seed in range(TRIAL_SEQUENCES)]
-        requests = requests if self._positions > TRIAL_TOKENS else []
-        self._ask(requests)
-        watch = Stopwatch()
-        tokens = sum(len(answer.token_ids) for answer in self._ask(requests))
-        return tokens / max(1e-6, watch.seconds())
 
     def info(self) -> EngineInfo:
         """Return what the engine says of itself."""

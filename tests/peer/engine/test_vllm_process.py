@@ -1,0 +1,134 @@
+"""vLLM in its process under the real keeper: it starts slowly, is killed, hangs, and comes back."""
+
+import importlib.util
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from echo2p2p.errors import EngineError
+from echo2p2p.ids import Version
+from echo2p2p.net.memory import FileMemory
+from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.weights.state import state_digest
+from peer.engine.base import EngineSetup, VllmSetup
+from peer.engine.client import EngineProcess
+from peer.keeper import EngineKeeper, WeightState
+from scenarios.middle import loose_lease as lease
+from scenarios.qwen3 import Qwen3, change_weights, write_weights
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed here; make test-vllm installs it and runs this",
+    ),
+]
+MODEL = Qwen3()
+LAYOUT = MODEL.layout()
+SILENCE_S = 7.0
+"""Less than a start takes, more than the time between two beats."""
+
+
+class Slot:
+    """A keeper of vLLM processes."""
+
+    def __init__(self, folder, *, generate_timeout_s):
+        self.journal = TraceJournal()
+        self.phases, self.engines = [], []
+        self.folder = folder
+        self.state = FileMemory(folder / "memory").allocate("weights", LAYOUT.total_bytes)
+        write_weights(self.state.view, seed=1)
+        self.keeper = EngineKeeper(
+            make_engine=self._make,
+            setup=EngineSetup(
+                layout=LAYOUT.table,
+                model_config=MODEL.config(),
+                vllm=VllmSetup(cache_bytes=64 << 20),
+            ),
+            restarts_max=3,
+            generate_timeout_s=generate_timeout_s,
+            journal=self.journal,
+        )
+
+    def _make(self):
+        self.engines.append(
+            EngineProcess(
+                "vllm",
+                start_silence_s=SILENCE_S,
+                log_file=self.folder / "engine.log",
+                on_phase=self.phases.append,
+            )
+        )
+        return self.engines[-1]
+
+    def offer(self, version):
+        digest = state_digest(LAYOUT, self.state.view)
+        self.keeper.offer(WeightState(Version(version), digest, self.state))
+
+    def lost(self):
+        return [str(entry.fields["detail"]) for entry in self.journal.named("engine.lost")]
+
+    async def wait_version(self, version):
+        while self.keeper.version != version:
+            await self.keeper.changed.park()
+
+    @asynccontextmanager
+    async def running(self):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.keeper.run)
+            with trio.fail_after(300):
+                yield self.keeper
+            nursery.cancel_scope.cancel()
+        self.state.close()
+
+
+async def test_vllm_is_waited_for_follows_versions_and_comes_back_after_a_kill_and_a_hang(tmp_path):
+    slot = Slot(tmp_path, generate_timeout_s=20.0)
+    slot.offer(0)
+    async with slot.running() as keeper:
+        await slot.wait_version(0)
+        assert slot.lost() == [], "a start longer than the silence that is borne is no death"
+        assert slot.phases[0].startswith("importing")
+        assert slot.phases[-1] == "generating for a trial"
+        (ready,) = slot.journal.named("engine.ready")
+        assert (ready.fields["kind"], ready.fields["model"]) == ("vllm", "Qwen3ForCausalLM")
+        assert ready.fields["tokens_per_s"] > 0
+        (answer,) = await keeper.generate([lease("first")])
+        assert {s.spans[0].version for s in answer.samples} == {0}
+        await keeper.withdraw()
+        change_weights(LAYOUT, slot.state.view, 0.001, seed=3)
+        slot.offer(1)
+        await slot.wait_version(1)
+
+        os.kill(slot.engines[-1].child.pid, signal.SIGKILL)
+        with pytest.raises(EngineError):
+            await keeper.generate([lease("killed")])
+        await slot.wait_version(1)
+        (answer,) = await keeper.generate([lease("second")])
+        assert {s.spans[0].version for s in answer.samples} == {1}
+
+        os.kill(slot.engines[-1].child.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="did not finish 'generate' within"):
+            await keeper.generate([lease("hung")])
+        await slot.wait_version(1)
+        await keeper.generate([lease("third")])
+    killed, hung = slot.lost()
+    assert killed.startswith("engine: died")
+    assert "of SIGKILL" in killed
+    assert hung.startswith("engine: did not finish 'generate' within 20.0 s")
+    assert not any("\n" in line for line in (killed, hung))
+    assert len(slot.engines) == 3
+
+
+async def test_a_model_that_vllm_cannot_take_ends_the_keeper_at_once(tmp_path):
+    slot = Slot(tmp_path, generate_timeout_s=20.0)
+    slot.keeper._setup = EngineSetup(layout=LAYOUT.table, model_config='{"model_type": "none"}')
+    with pytest.raises(EngineError, match="model configuration cannot be used"):
+        await slot.keeper.run()
+    assert len(slot.engines) == 1
+    assert not slot.lost()[0].count("\n")
