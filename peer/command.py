@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE_TEXT, end="", file=sys.stderr)
         return USAGE
     try:
-        flags, rest = take_log_flags(_full_words(words[1:]))
+        flags, rest = take_log_flags(full_words(words[1:]))
         if rest and not rest[0].startswith("-"):
             rest = ["--url", *rest]
         settings = load_settings(
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     return run_program(lambda: join(settings, flags=flags))
 
 
-def _full_words(words: list[str]) -> list[str]:
+def full_words(words: list[str]) -> list[str]:
     """Let ``--engine vllm`` stand for ``--engine.kind vllm``."""
     short, full = "--engine", "--engine.kind"
     return [
