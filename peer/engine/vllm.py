@@ -27,8 +27,9 @@ import torch
 
 from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
-from echo2p2p.net.child_worker import Stopwatch, one_line, resident_bytes
+from echo2p2p.net.child_worker import Stopwatch, one_line
 from echo2p2p.net.memory import map_state
+from echo2p2p.net.process_memory import tree_memory
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire import codec
@@ -107,7 +108,7 @@ class VllmEngine:
         os.environ.update(ENVIRONMENT)
         os.environ["OMP_NUM_THREADS"] = str(setup.threads)  # of ranks in processes of their own
         torch.set_num_threads(setup.threads)
-        vllm = _import_vllm()
+        vllm = import_vllm()
         self._sampling_params: Callable[..., Any] = vllm.SamplingParams
         self._gpu = not vllm.platforms.current_platform.is_cpu()
         self._dtype = setup.dtype if setup.dtype != "auto" else _usual_dtype(gpu=self._gpu)
@@ -171,7 +172,7 @@ class VllmEngine:
             kind="vllm",
             device="cuda" if self._gpu else "cpu",
             dtype=self._dtype,
-            memory_bytes=on_gpu or resident_bytes(),
+            memory_bytes=on_gpu or tree_memory(os.getpid()).resident_bytes,
             model=self._model,
             tokens_per_s=self._tokens_per_s,
         )
@@ -328,7 +329,7 @@ def _usual_dtype(*, gpu: bool) -> str:
     return "bfloat16" if gpu else "float32"
 
 
-def _import_vllm() -> Any:  # noqa: ANN401 - vLLM has no types that we could know
+def import_vllm() -> Any:  # noqa: ANN401 - vLLM has no types that we could know
     """Return the package.
 
     Raises:
