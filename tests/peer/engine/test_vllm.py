@@ -204,6 +204,34 @@ def test_weights_that_moved_are_found_out(world):
     assert world.engine.prove() == world.digest()
 
 
+def test_a_head_that_came_loose_is_found_out(world):
+    """Both the parameter and the kernel are right, but not those of the tensor that is tied."""
+    import torch
+
+    head = world.live.get_submodule("lm_head")
+    old = head.weight
+    head.weight = torch.nn.Parameter(old.clone(), requires_grad=False)
+    head.weight[3, 5] += 1
+    engine, tied = world.engine, world.model.tied
+    engine._llm.collective_rpc(_look_again)
+    if tied:
+        with pytest.raises(EngineError, match=r"lm_head\.weight differs from model\.embed"):
+            engine.prove()
+    else:
+        assert engine.prove() != world.digest()
+    head.weight = old
+    engine._llm.collective_rpc(_look_again)
+    assert engine.prove() == world.digest()
+
+
+def _look_again(worker):
+    from peer.engine.vllm_layers import pieces_of
+    from peer.engine.vllm_worker import _places
+
+    model, inner = worker.model_runner.get_model(), worker.worker
+    inner._echo_pieces, inner._echo_places = pieces_of(model), _places(model)
+
+
 def test_no_column_of_a_large_matrix_stays_unseen(world, monkeypatch):
     import torch
 

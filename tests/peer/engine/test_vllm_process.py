@@ -4,15 +4,20 @@ import importlib.util
 import os
 import signal
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import trio
 
 from echo2p2p.errors import EngineError
 from echo2p2p.ids import Version
 from echo2p2p.net.memory import FileMemory
+from echo2p2p.net.process_memory import process_tree
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.weights.state import state_digest
+from echo2p2p.wire.arrays import to_logprobs
 from peer.engine.base import EngineSetup, VllmSetup
 from peer.engine.client import EngineProcess
 from peer.keeper import EngineKeeper, WeightState
@@ -132,3 +137,44 @@ async def test_a_model_that_vllm_cannot_take_ends_the_keeper_at_once(tmp_path):
         await slot.keeper.run()
     assert len(slot.engines) == 1
     assert not slot.lost()[0].count("\n")
+
+
+async def test_two_ranks_prove_what_they_share_and_leave_nothing_behind(tmp_path):
+    """Key heads that both ranks hold, a vocabulary that does not divide; on CPUs."""
+    model = Qwen3(layers=2, key_heads=1, vocabulary=72, tied=False)
+    layout = model.layout()
+    state = FileMemory(tmp_path / "memory").allocate("weights", layout.total_bytes)
+    write_weights(state.view, seed=1)
+    pair = VllmSetup(cache_bytes=64 << 20, tensor_parallel_size=2)
+    setup = EngineSetup(layout=layout.table, model_config=model.config(), vllm=pair)
+    # Much of the start is other processes' work: that is a pulse, too.
+    engine, other = EngineProcess("vllm", start_silence_s=15.0), EngineProcess("hf")
+    try:
+        await engine.start(setup)
+        family = list(process_tree(engine.child.pid))
+        assert len(family) > 2
+        await engine.load(Version(0), state)
+        assert await engine.prove() == state_digest(layout, state.view)
+        wanted = change_weights(layout, state.view, 0.001, seed=1)
+        assert await engine.prove() != wanted
+        await engine.load(Version(1), state)
+        assert await engine.prove() == wanted
+        (answer,) = await engine.generate([lease("sampled")])
+        await other.start(setup)
+        await other.load(Version(1), state)
+        for sample in answer.samples:
+            audit = msgspec.structs.replace(
+                lease("scored"), kind="audit", forced=sample.tokens, seeds=[1], samples=1
+            )
+            (scored,) = await other.generate([audit])
+            gap = to_logprobs(sample.logprobs) - to_logprobs(scored.samples[0].logprobs)
+            assert np.abs(gap).max() <= 1e-4
+    finally:
+        await engine.close()
+        await other.close()
+        state.close()
+    assert not [pid for pid in family if Path(f"/proc/{pid}/stat").exists() and alive(pid)]
+
+
+def alive(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
