@@ -1,10 +1,12 @@
 """The vLLM engine, in this process: exact weights in fused layers, honest log-probs."""
 
 import importlib.util
+import json
 
 import numpy as np
 import pytest
 
+from coordinator.learner.layout import layout_of
 from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.weights.state import state_digest
@@ -24,7 +26,44 @@ pytestmark = [
     ),
 ]
 CACHE_BYTES = 64 << 20
+KEPT = []
+"""Whenever one of its engines is collected, vLLM takes the process's groups of ranks down."""
+
+
+class OtherFamily:
+    """A small model of another kind than the benchmarks', as transformers builds it."""
+
+    positions = 128
+
+    def __init__(self, kind, *, tied, **changes):
+        self.tied = tied
+        self.plain = {
+            "model_type": kind,
+            "vocab_size": 96,
+            "hidden_size": 128,
+            "intermediate_size": 160,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": tied,
+            **changes,
+        }
+
+    def config(self):
+        return json.dumps(self.plain)
+
+    def layout(self):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        plain = dict(self.plain)
+        config = AutoConfig.for_model(plain.pop("model_type"), **plain)
+        return layout_of(AutoModelForCausalLM.from_config(config))[0]
+
+
 MODELS = {
+    "llama": OtherFamily("llama", tied=True),
+    "qwen2, with biases": OtherFamily("qwen2", tied=False),
     "tied": Qwen3(),
     "untied": Qwen3(layers=2, heads=4, key_heads=1, vocabulary=72, positions=256, tied=False),
 }
@@ -54,7 +93,8 @@ class World:
     def make_vllm(self, **changes):
         from peer.engine.vllm import VllmEngine
 
-        return VllmEngine(self.setup(**changes), self.phases.append)
+        KEPT.append(VllmEngine(self.setup(**changes), self.phases.append))
+        return KEPT[-1]
 
     def make_hf(self):
         from peer.engine.hf import HfEngine
@@ -240,17 +280,19 @@ def test_no_column_of_a_large_matrix_stays_unseen(world, monkeypatch):
     monkeypatch.setattr(vllm_layers, "PROBED_ELEMENTS", 1000)
     layer = world.live.get_submodule("model.layers.1.mlp.down_proj")
     old = layer.weight.clone()
-    layer.weight[3, 200] += 1
+    layer.weight[3, 150] += 1
     layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, old, bias)
     found = []
-    for turn in range(384 // 8):
+    rows, width = old.shape
+    count = -(-1000 // rows)
+    for turn in range(-(-width // count)):
         try:
             vllm_layers.check_kernels(world.live, turn)
         except EngineError:
             found.append(turn)
     layer.cpu_linear = torch.nn.functional.linear
     world.refill()
-    assert found == [200 // 8]
+    assert found == [150 // count]
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -344,7 +386,7 @@ def test_samples_of_a_lease_share_their_prompt(world):
     [
         ([5] * 300, {}, "a prompt of 300 tokens and wants 12 more; the model takes"),
         ([], {}, "a prompt of 0 tokens"),
-        ([72], {}, "beyond the vocabulary"),
+        ([200], {}, "beyond the vocabulary"),
         ([5], {"forced": from_tokens([])}, "asks for nothing"),
         ([5], {"sampling": Sampling(temperature=0.0, top_p=1.0, top_k=0)}, "temperature"),
         ([5], {"sampling": Sampling(temperature=0.005, top_p=1.0, top_k=0)}, "vLLM's least"),
@@ -384,6 +426,20 @@ def test_settings_that_cannot_be_used_are_refused_in_a_line(world, changes, says
     with pytest.raises(ConfigError, match=says) as caught:
         world.make_vllm(**changes)
     assert "\n" not in str(caught.value)
+
+
+def test_bfloat16_holds_the_weights_exactly_too_and_float16_does_not(world):
+    engine = world.make_vllm(dtype="bfloat16")
+    engine.load(3, world.state.path)
+    assert engine.prove() == world.digest()
+    assert engine.info().dtype == "bfloat16"
+    other = world.make_vllm(dtype="float16")
+    write_weights(world.state.view, seed=1)
+    bits = world.state.view.cast("H")
+    bits[1000] = 0x0080  # the least normal number of bfloat16, none of float16
+    other.load(3, world.state.path)
+    assert other.prove() != world.digest()
+    world.refill()
 
 
 def test_a_layout_of_another_model_is_refused(world):

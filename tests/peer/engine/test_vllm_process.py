@@ -1,6 +1,7 @@
 """vLLM in its process under the real keeper: it starts slowly, is killed, hangs, and comes back."""
 
 import importlib.util
+import json
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import trio
 
-from echo2p2p.errors import EngineError
+from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.ids import Version
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.net.process_memory import process_tree
@@ -137,6 +138,34 @@ async def test_a_model_that_vllm_cannot_take_ends_the_keeper_at_once(tmp_path):
         await slot.keeper.run()
     assert len(slot.engines) == 1
     assert not slot.lost()[0].count("\n")
+
+
+async def test_layers_that_cannot_be_read_back_are_refused_with_the_mend():
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "hidden_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 64,
+        "max_position_embeddings": 128,
+        "intermediate_size": 64,
+    }
+    engine = EngineProcess("vllm")
+    setup = EngineSetup(
+        layout=LAYOUT.table,
+        model_config=json.dumps(experts),
+        vllm=VllmSetup(cache_bytes=64 << 20),
+    )
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be read back.*use --engine transformers"):
+            await engine.start(setup)
+    finally:
+        await engine.close()
 
 
 async def test_two_ranks_prove_what_they_share_and_leave_nothing_behind(tmp_path):
