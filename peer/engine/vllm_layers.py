@@ -44,9 +44,9 @@ from echo2p2p.errors import ConfigError, EngineError
 Layer: TypeAlias = Any
 """One of vLLM's, which has no types that we could know."""
 
-PROBED_ELEMENTS: Final = 1 << 16
+PROBED_ELEMENTS: Final = 1 << 14
 """Elements of each matrix that one check sends through its kernel, at least; the columns rotate. A
-stale copy is missed only if none of them differs: at a density of 0.1 % by a chance of e^-65."""
+stale copy is missed only if none of them differs: at a density of 0.1 % by a chance of e^-16."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ model, keeps the plain kernels.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator
 from typing import Any, Final
@@ -87,12 +88,13 @@ class WeightsExtension:
             yield spec.name, tensor
             for tied in spec.tied:
                 pieces = self._echo_pieces.get(tied)
-                if pieces and _extent(pieces) and not self._echo_shares(tied, spec.name):
+                if pieces and not self._echo_shares(tied, spec.name):
                     yield tied, tensor
 
     def _echo_shares(self, one: str, other: str) -> bool:
-        first, second = self._echo_pieces[one][0], self._echo_pieces[other][0]
-        return first.live.data_ptr() == second.live.data_ptr()
+        """Whether two names are one parameter, of the same extent."""
+        first, second = self._echo_pieces[one][0].live, self._echo_pieces[other][0].live
+        return first.data_ptr() == second.data_ptr() and first.shape == second.shape
 
     def echo_read_back(self, path: str, rank: int) -> None:
         """Write what this rank's kernels use into the flat state at ``path``, if it is its turn.
@@ -115,13 +117,15 @@ class WeightsExtension:
         for spec in self._echo_table.tensors:
             whole = _view(flat, spec)
             for name in (spec.name, *spec.tied):
+                if name != spec.name and self._echo_shares(name, spec.name):
+                    continue
                 for piece in self._echo_pieces.get(name, ()):
                     target = whole[piece.part] if piece.part else whole
-                    bits = piece.live.to("cpu", target.dtype)
                     if name == spec.name and piece.owner:
-                        target.copy_(bits)
-                    elif not _same_bits(target, bits):
+                        target.copy_(piece.live)
+                    elif not _same_bits(target, piece.live.to("cpu", target.dtype)):
                         raise EngineError(f"{name} differs from {spec.name}, or between ranks")
+            _put_back(flat, spec, whole)
         del flat, whole, target
         mapped.close()
 
@@ -135,13 +139,22 @@ class WeightsExtension:
 
 
 def _view(flat: Tensor, spec: TensorSpec) -> Tensor:
-    """Return a tensor of the state, sharing its memory; only an unaligned one is a copy."""
-    dtype = STATE_DTYPES[spec.dtype]
-    size = dtype.itemsize
-    for dimension in spec.shape:
-        size *= dimension
-    raw = flat[spec.offset : spec.offset + size]
+    """Return a tensor of the state, sharing its memory; only one that is not aligned is a copy."""
+    raw, dtype = _raw(flat, spec), STATE_DTYPES[spec.dtype]
+    if spec.offset % dtype.itemsize:
+        raw = raw.clone()
     return raw.view(dtype).view(spec.shape)
+
+
+def _put_back(flat: Tensor, spec: TensorSpec, tensor: Tensor) -> None:
+    """Write what `_view` has returned to where it belongs, if it was a copy."""
+    if spec.offset % tensor.dtype.itemsize:
+        _raw(flat, spec).copy_(tensor.reshape(-1).view(torch.uint8))
+
+
+def _raw(flat: Tensor, spec: TensorSpec) -> Tensor:
+    size = math.prod(spec.shape) * STATE_DTYPES[spec.dtype].itemsize
+    return flat[spec.offset : spec.offset + size]
 
 
 def _extent(pieces: list[Piece]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
-from echo2p2p.wire.messages import Lease, Sampling
+from echo2p2p.wire.messages import Lease, Sampling, TensorSpec
 from peer.engine.base import EngineSetup, VllmSetup
 from scenarios.qwen3 import Qwen3, change_weights, write_weights
 
@@ -293,6 +293,20 @@ def test_no_column_of_a_large_matrix_stays_unseen(world, monkeypatch):
     layer.cpu_linear = torch.nn.functional.linear
     world.refill()
     assert found == [150 // count]
+
+
+def test_a_tensor_at_an_odd_place_is_read_and_written_too():
+    import torch
+
+    from peer.engine.vllm_worker import _put_back, _view
+
+    flat = torch.zeros(13, dtype=torch.uint8)
+    for offset in (4, 3):
+        spec = TensorSpec(name="w", dtype="f32", shape=[2], offset=offset, tied=[])
+        tensor = _view(flat, spec)
+        tensor.copy_(torch.tensor([1.5, -2.0]))
+        _put_back(flat, spec, tensor)
+        assert _view(flat, spec).tolist() == [1.5, -2.0]
 
 
 # --- samples --------------------------------------------------------------------------------------
