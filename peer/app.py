@@ -63,7 +63,7 @@ from echo2p2p.wire.messages import (
 from peer.config import PeerSettings
 from peer.coordinator_client import STARTING, BusyError, fetch_ca
 from peer.coordinator_client import join as send_join
-from peer.engine.base import Engine, EngineSetup
+from peer.engine.base import CACHE_BYTES_CPU, Engine, EngineSetup, VllmSetup
 from peer.figures import PeerFigures, Tally
 from peer.keeper import EngineKeeper
 from peer.local import ReadModel
@@ -82,7 +82,7 @@ PAUSE_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Between tries to reach the coordinator."""
 PROBE_S: Final = 3.0
 """For a look whether the coordinator speaks the other scheme."""
-ENGINE_BASE_BYTES: Final = 400_000_000
+ENGINE_BASE_BYTES: Final = {"hf": 400_000_000, "vllm": 900_000_000}
 """Of an engine's process without a model: Python, torch, and room to generate."""
 STATE_SHARE: Final = 1.2
 """Memory of the weights while a version is applied, as a share of the model (ARCHITECTURE §5)."""
@@ -372,6 +372,7 @@ class PeerApp:
                         model_config=reply.model_config,
                         threads=engine.threads,
                         dtype=engine.dtype,
+                        vllm=VllmSetup(**engine.vllm.model_dump()),
                     ),
                     restarts_max=engine.restarts_max,
                     generate_timeout_s=engine.generate_timeout_s,
@@ -391,10 +392,7 @@ class PeerApp:
         free = self._ports.memory_free()
         states, engine = int(STATE_SHARE * layout.total_bytes), 0
         if self._ports.make_engine is not None:
-            elements = sum(prod(tensor.shape) for tensor in layout.tensors)
-            engine = elements * BYTES_BY_DTYPE.get(self._settings.engine.dtype, 4)
-            if self._ports.engine_kind != "fake":
-                engine += ENGINE_BASE_BYTES
+            engine = ENGINE_BASE_BYTES.get(self._ports.engine_kind, 0) + self._model_bytes(layout)
         if free is None or states + engine <= free:
             return
         need = f"{_giga(states + engine)} of memory ({_giga(states)} for the weights"
@@ -404,6 +402,15 @@ class PeerApp:
         if engine and states <= free:
             mend = f"free some, or only relay, with --engine.kind none ({_giga(states)})"
         raise StoreError(f"the model needs {need}), and {_giga(free)} are free: {mend}")
+
+    def _model_bytes(self, layout: LayoutTable) -> int:
+        """Return what the engine's copy of the model takes of this machine's memory."""
+        ports, engine = self._ports, self._settings.engine
+        if ports.engine_kind == "vllm" and ports.hardware.accelerator != "cpu":
+            return 0  # it lies on the GPU
+        elements = sum(prod(tensor.shape) for tensor in layout.tensors)
+        cache = (engine.vllm.cache_bytes or CACHE_BYTES_CPU) if ports.engine_kind == "vllm" else 0
+        return elements * BYTES_BY_DTYPE.get(engine.dtype, 4) + cache
 
 
 def limits_of(settings: PeerSettings) -> Limits:

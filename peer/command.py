@@ -28,6 +28,7 @@ USAGE_TEXT: Final = """\
 usage: echo2-peer join URL --token T [options]
 
 Joins the run at URL, generates rollouts and relays weights until the run ends.
+--engine auto|vllm|transformers|none chooses what generates.
 `echo2-peer join --help` lists all settings; --config FILE reads them from TOML.
 """
 METRICS_SERVED: Final = "metrics.served"
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE_TEXT, end="", file=sys.stderr)
         return USAGE
     try:
-        flags, rest = take_log_flags(words[1:])
+        flags, rest = take_log_flags(full_words(words[1:]))
         if rest and not rest[0].startswith("-"):
             rest = ["--url", *rest]
         settings = load_settings(
@@ -53,6 +54,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     return run_program(lambda: join(settings, flags=flags))
+
+
+def full_words(words: list[str]) -> list[str]:
+    """Let ``--engine vllm`` stand for ``--engine.kind vllm``."""
+    short, full = "--engine", "--engine.kind"
+    return [
+        full + word.removeprefix(short) if word == short or word.startswith(f"{short}=") else word
+        for word in words
+    ]
 
 
 async def join(

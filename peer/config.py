@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Final, Literal
 
@@ -98,15 +99,57 @@ class RelaySection(Section):
     """Port that others dial, where a router maps another one to ``port``; default: ``port``."""
 
 
+def _kind(name: object) -> object:
+    return "transformers" if name == "hf" else name
+
+
+def _typed(options: object) -> object:
+    """Read numbers and truth values out of words, as all are words on the command line."""
+    if not isinstance(options, dict):
+        return options
+    return {name: _value(value) for name, value in options.items()}
+
+
+def _value(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        read = json.loads(value)
+    except ValueError:
+        return value
+    return read if isinstance(read, int | float) else value
+
+
+class VllmSection(Section):
+    """What only vLLM is told; its own documentation says more of each."""
+
+    tensor_parallel_size: Positive = 1
+    """GPUs that share the model."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory; what the model leaves of it caches keys and values."""
+    max_model_len: Positive | None = None
+    """Tokens of prompt and answer that are taken at most; fewer take less memory; default: as many
+    as the model can. Longer work is refused and given to others."""
+    cache_bytes: Amount | None = None
+    """Memory for keys and values, such as 4GB; default: what the GPU has left, 512 MiB on a CPU."""
+    options: Annotated[dict[str, int | float | str | bool], BeforeValidator(_typed)] = {}
+    """Any other option of vLLM's engine: ``--engine.vllm.options max_num_seqs=64``. Those that
+    would change what is sampled, or how weights get in, are refused."""
+
+
 class EngineSection(Section):
     """How this peer generates."""
 
-    kind: Literal["auto", "hf", "none"] = "auto"
-    """``auto``: transformers where it is installed; ``none``: relay only."""
+    kind: Annotated[Literal["auto", "vllm", "transformers", "none"], BeforeValidator(_kind)] = (
+        "auto"
+    )
+    """``auto``: vLLM where it is installed and there is a GPU, else transformers where that is;
+    ``none``: relay only. ``--engine`` is short for it, ``hf`` another name of transformers."""
     threads: Positive = 1
     """Torch threads; more than one fights with other processes on a small machine."""
-    dtype: str = "float32"
-    """What the engine computes in."""
+    dtype: str = "auto"
+    """What the engine computes in: float32, bfloat16 or float16; ``auto`` is bfloat16 for vLLM on a
+    GPU, else float32."""
     leases_at_once: Positive = 8
     """Leases generated as one batch."""
     restarts_max: Annotated[int, Field(ge=0)] = 5
@@ -116,6 +159,8 @@ class EngineSection(Section):
     memory_max_bytes: Amount | None = None
     """Memory that the engine's process may use, such as 12GB; default: nine tenths of what is free
     when it starts."""
+    vllm: VllmSection = VllmSection()
+    """What only vLLM is told."""
 
 
 class MetricsSection(Section):

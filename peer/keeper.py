@@ -236,8 +236,10 @@ class EngineKeeper:
             ENGINE_READY,
             kind=info.kind,
             device=info.device,
+            model=info.model,
             dtype=info.dtype,
             memory_bytes=info.memory_bytes,
+            tokens_per_s=round(info.tokens_per_s, 1),
         )
         self._lost = None
         self._engine = engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -25,26 +25,58 @@ from echo2p2p.wire.messages import Hardware
 from peer.app import PeerPorts, limits_of
 from peer.checkpoint import read_checkpoint
 from peer.config import PeerSettings
-from peer.engine.client import HfEngineProcess
+from peer.engine.client import EngineProcess
 from peer.local import ReadModel
 
+ENGINE_STARTING: Final = "engine.starting"
 ENGINE_SHARE: Final = 0.9
 """Of the free memory, for the engine's process; more, and the system would begin to kill."""
 
 
-def engine_kind(settings: PeerSettings) -> Literal["hf", "none"]:
-    """Return which engine to use, from what is asked and what is installed.
+def is_installed(name: str) -> bool:
+    """Return whether a package can be imported, without doing so."""
+    return importlib.util.find_spec(name) is not None
+
+
+def gpu_name(root: Path = Path("/")) -> str | None:
+    """Return the first GPU's name, as its driver tells it; ``None`` without one."""
+    for about in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        try:
+            lines = about.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            lines = []
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+        return models[0] if models else "NVIDIA GPU"
+    return "AMD GPU" if (root / "dev/kfd").exists() else None
+
+
+def engine_kind(
+    settings: PeerSettings,
+    gpu: str | None,
+    installed: Callable[[str], bool] = is_installed,
+) -> Literal["hf", "vllm", "none"]:
+    """Return which engine to use, from what is asked, what is installed and what there is.
 
     Raises:
         ConfigError: The engine that is asked for is not installed.
     """
-    installed = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     asked = settings.engine.kind
-    if asked == "hf" and not installed:
+    if asked == "none":
+        return "none"
+    if asked == "vllm" or (asked == "auto" and gpu is not None and installed("vllm")):
+        if not installed("vllm"):
+            raise ConfigError(
+                "engine.kind",
+                "vLLM is missing; pip install 'echo2p2p[vllm]', or use --engine transformers",
+            )
+        return "vllm"
+    if all(installed(name) for name in ("torch", "transformers")):
+        return "hf"
+    if asked == "transformers":
         raise ConfigError(
             "engine.kind", "torch and transformers are missing; pip install 'echo2p2p[hf]'"
         )
-    return "hf" if installed and asked != "none" else "none"
+    return "none"
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
@@ -152,13 +184,20 @@ class TrafficFile:
 async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterator[PeerPorts]:
     """Open the peer's world."""
     folder = Path(settings.folder).expanduser()
-    kind = engine_kind(settings)
+    gpu = gpu_name()
+    kind = engine_kind(settings, gpu)
 
-    def make_engine() -> HfEngineProcess:
+    def make_engine() -> EngineProcess:
+        assert kind != "none"
         most, free = settings.engine.memory_max_bytes, free_memory_bytes()
         if most is None and free is not None:
             most = int(ENGINE_SHARE * free)
-        return HfEngineProcess(memory_max_bytes=most, log_file=folder / "engine.log")
+        return EngineProcess(
+            kind,
+            memory_max_bytes=most,
+            log_file=folder / "engine.log",
+            on_phase=lambda phase: journal.event(ENGINE_STARTING, kind=kind, phase=phase),
+        )
 
     async with open_aio(journal) as aio:
         yield PeerPorts(
@@ -172,7 +211,7 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
             make_engine=None if kind == "none" else make_engine,
             engine_kind=kind,
             hardware=Hardware(
-                accelerator="cpu",
+                accelerator=gpu or "cpu",
                 cores=os.cpu_count() or 1,
                 memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             ),

@@ -6,6 +6,7 @@ of two machines, or of two days, say little of each other; ratios within one run
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sqlite3
@@ -39,9 +40,16 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or "unknown"
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of everything that takes part."""
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of everything that takes part.
+
+    Args:
+        more: Other packages, which may be missing.
+    """
     found = {"python": platform.python_version(), "sqlite": sqlite3.sqlite_version}
+    for name in more:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return found | {name: metadata.version(name) for name in LIBRARIES}
 
 

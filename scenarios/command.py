@@ -12,6 +12,7 @@ from echo2p2p.net.program import FAILED, OK, run_program
 from scenarios import (
     bench_broadcast,
     bench_delta,
+    bench_engine,
     bench_intake,
     bench_report,
     compare,
@@ -22,17 +23,24 @@ from scenarios import (
 )
 from scenarios.demo import Demo
 
-BENCHES = {"broadcast": bench_broadcast, "delta": bench_delta, "intake": bench_intake}
+BENCHES = {
+    "broadcast": bench_broadcast,
+    "delta": bench_delta,
+    "engine": bench_engine,
+    "intake": bench_intake,
+}
 """Benchmarks by name: modules with `add_arguments` and `run`, which returns what is printed."""
 TABLES: dict[str, Callable[[Any], str]] = {
     "broadcast": bench_broadcast.table,
     "delta": bench_delta.table,
+    "engine": bench_report.table,
     "intake": bench_report.table,
 }
 """What makes text of it."""
 HELD: dict[str, Callable[[Any], bool]] = {
     "broadcast": bool,  # a peer that does not have the payload, verified, is an error
     "delta": lambda rows: all(row["exact"] for row in rows),
+    "engine": lambda result: bool(result["held"]),
     "intake": lambda result: bool(result["held"]),
 }
 """Whether what must hold did; no time is ever part of that."""

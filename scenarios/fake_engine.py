@@ -27,7 +27,9 @@ from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
+from peer.engine.answers import positions_of, vocabulary_of
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.refusal import refusal_of
 from scenarios.parts import CHARACTERS, FIRST_CHARACTER, Life, Pace
 
 THOUGHT: Final = FIRST_CHARACTER + CHARACTERS.index(".")
@@ -101,6 +103,7 @@ class FakeEngine:
         self._lengths = lengths or Lengths()
         self._life = Life("engine", pace)
         self._layout: Layout | None = None
+        self._model_config = "{}"
         self._loaded: tuple[Version, Digest] | None = None
         self._loads = 0
         self._generates = 0
@@ -121,6 +124,7 @@ class FakeEngine:
         """See `Engine`."""
         await self._life.spend(self._start_s)
         self._layout = Layout.from_table(setup.layout)
+        self._model_config = setup.model_config
         return EngineInfo(
             kind="fake", device="none", dtype=setup.dtype, memory_bytes=setup.layout.total_bytes
         )
@@ -153,7 +157,11 @@ class FakeEngine:
         version, digest = self._label()
         if self._generates == self._faults.hang_at_generate:
             await self._life.hang(min(timeout_s, self._timeout_s), "generate")
-        answers = [self._answer(lease, version, digest) for lease in leases]
+        refusals = [self._refusal(lease) for lease in leases]
+        answers = [
+            () if refusal else self._answer(lease, version, digest)
+            for lease, refusal in zip(leases, refusals, strict=True)
+        ]
         longest = max((s.tokens.length for answer in answers for s in answer), default=0)
         seconds = longest * self._seconds_per_token
         if self._generates == self._faults.die_at_generate:
@@ -162,8 +170,8 @@ class FakeEngine:
         await self._life.spend(seconds)
         share = seconds / max(1, len(leases))
         return [
-            Generated(lease.lease_id, answer, share, "" if answer else "makes no sense")
-            for lease, answer in zip(leases, answers, strict=True)
+            Generated(lease.lease_id, answer, share, refusal)
+            for lease, answer, refusal in zip(leases, answers, refusals, strict=True)
         ]
 
     async def close(self) -> None:
@@ -181,10 +189,12 @@ class FakeEngine:
             raise EngineError("the engine has no weights")
         return self._loaded
 
+    def _refusal(self, lease: Lease) -> str:
+        positions, vocabulary = positions_of(self._model_config), vocabulary_of(self._model_config)
+        return refusal_of(lease, to_tokens(lease.prompt), positions, vocabulary)
+
     def _answer(self, lease: Lease, version: Version, digest: Digest) -> tuple[Sample, ...]:
         prompt = to_tokens(lease.prompt)
-        if lease.samples != len(lease.seeds) or lease.tokens_max < 1 or prompt.size == 0:
-            return ()
         return tuple(self._sample(lease, prompt, seed, version, digest) for seed in lease.seeds)
 
     def _sample(
@@ -205,9 +215,11 @@ class FakeEngine:
             tokens = [*tokens, *lease.stop_ids[:1]][: lease.tokens_max]
             tokens = tokens or [int(prompt[0])]
         finish: Literal["stop", "length"] = "stop" if tokens[-1] in lease.stop_ids else "length"
+        words = np.asarray(tokens, dtype="<u4").tobytes()
+        scores = random.Random(blake3(drawn + words).digest())  # noqa: S311
         return Sample(
             tokens=from_tokens(tokens),
-            logprobs=from_logprobs([-2 * rng.random() - 0.01 for _ in tokens]),
+            logprobs=from_logprobs([-2 * scores.random() - 0.01 for _ in tokens]),
             spans=[Span(version=version, start=0, end=len(tokens))],
             finish=finish,
         )

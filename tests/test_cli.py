@@ -57,6 +57,11 @@ def error_of(*words, **more):
     return caught.value
 
 
+def test_a_section_that_is_given_a_plain_word_is_an_error_in_a_line():
+    error = error_of("--paint", "red")
+    assert (error.path, error.detail.split(":")[0]) == ("paint", "is a section")
+
+
 def test_nothing_given_means_the_defaults():
     assert load() == Fence()
 

@@ -51,6 +51,9 @@ FRAME_BYTES_MAX: Final = (1 << 32) - 1
 BEAT_S: Final = 5.0
 BEAT_CPU_S: Final = 0.005
 """Work between two beats that counts as life, beyond the beating itself."""
+BEAT_CPU_SHARE: Final = 0.05
+"""Of the time between two beats, for processes that it has started: what compiles or loads takes
+all of it, what waits in a loop much less."""
 
 OOM_SCORE: Final = 500
 """Of a child, when the system must kill something: rather a child than the network process, which
@@ -230,8 +233,9 @@ def _answer(call: Call, methods: Mapping[str, Method], report: Report) -> Reply 
 class Pulse:
     """Sends a `Beat` every few seconds in which the process has done something; a context.
 
-    Something is CPU time of any thread but the pulse's own, or bytes from a disk. A process that
-    waits for ever, for a lock or for a device, does neither.
+    Something is CPU time of any thread but the pulse's own, bytes from a disk, or CPU time of its
+    own children (compilers; vLLM's workers). A process that waits for ever, for a lock or for a
+    device, does none of them.
     """
 
     def __init__(self, channel: Channel, every_s: float) -> None:
@@ -255,14 +259,37 @@ class Pulse:
 
     def _beat(self) -> None:
         cpu_s, read_bytes = process_time() - thread_time(), disk_bytes()
+        below_s = descendants_cpu_s()
         while not self._over.wait(self._every_s):
             now_s, now_bytes = process_time() - thread_time(), disk_bytes()
-            if now_s - cpu_s > BEAT_CPU_S or now_bytes != read_bytes:
+            last_s, below_s = below_s, descendants_cpu_s()
+            busy_below = below_s - last_s > BEAT_CPU_SHARE * self._every_s
+            if now_s - cpu_s > BEAT_CPU_S or now_bytes != read_bytes or busy_below:
                 cpu_s, read_bytes = now_s, now_bytes
                 try:
                     self._channel.send(Beat())
                 except OSError:  # the parent is gone: the watchdog's business
                     return
+
+
+def descendants_cpu_s() -> float:
+    """Return the CPU seconds that all processes below this one have taken, as far as they live."""
+    return _cpu_s(list(process_tree(os.getpid()))[1:])
+
+
+def tree_cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process and all below it, as far as they live."""
+    return _cpu_s(list(process_tree(pid)))
+
+
+def _cpu_s(pids: list[int]) -> float:
+    ticks = 0
+    for each in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"/proc/{each}/stat", encoding="ascii") as file:  # noqa: PTH123 - as below
+                words = file.read().rpartition(")")[2].split()  # a name may hold anything
+            ticks += int(words[11]) + int(words[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def disk_bytes() -> int:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from math import inf
@@ -158,6 +159,19 @@ def _work_beating(seconds: float, _: Report) -> float:
     return seconds
 
 
+def _work_below(seconds: float, _: Report) -> float:
+    """Wait for a process of our own, which works."""
+    burn = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True)  # noqa: S603 - our own words
+    return seconds
+
+
+def _wait_below(seconds: float, _: Report) -> None:
+    """Wait for a process of our own, which waits."""
+    wait = f"import threading; threading.Event().wait({seconds})"
+    subprocess.run([sys.executable, "-c", wait], check=True)  # noqa: S603 - our own words
+
+
 def _count(limit: int, report: Report) -> int:
     for number in range(limit):
         report(number)
@@ -197,6 +211,8 @@ METHODS: dict[str, Method] = {
     "misconfigured": Method(str, _misconfigured),
     "wait_beating": Method(float, _wait_beating, beats=True),
     "work_beating": Method(float, _work_beating, beats=True),
+    "work_below": Method(float, _work_below, beats=True),
+    "wait_below": Method(float, _wait_below, beats=True),
     "count": Method(int, _count),
     "write": Method(int, _write),
     "environment": Method(str, _environment),

@@ -24,15 +24,25 @@ from peer.engine.base import Generated
 
 UNKNOWN_VOCABULARY: Final = 1 << 32
 """Any token id fits."""
+UNKNOWN_POSITIONS: Final = 1 << 62
 
 
 def vocabulary_of(model_config: str) -> int:
     """Return how many token ids a model has, by its ``config.json``."""
+    return _number(model_config, "vocab_size", UNKNOWN_VOCABULARY)
+
+
+def positions_of(model_config: str) -> int:
+    """Return how many tokens a model takes in all, by its ``config.json``."""
+    return _number(model_config, "max_position_embeddings", UNKNOWN_POSITIONS)
+
+
+def _number(model_config: str, key: str, unknown: int) -> int:
     try:
         plain = json.loads(model_config)
-        return int({**plain, **plain.get("text_config", {})}["vocab_size"])
+        return int({**plain, **plain.get("text_config", {})}[key])
     except (ValueError, TypeError, KeyError, AttributeError):
-        return UNKNOWN_VOCABULARY
+        return unknown
 
 
 def check_answers(

@@ -6,7 +6,8 @@ are made one at a time, except `close`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from echo2p2p.ids import Digest, Version
@@ -15,6 +16,24 @@ from echo2p2p.wire.messages import LayoutTable, Lease, Sample
 
 GENERATE_TIMEOUT_S: Final = 1800.0
 """For whoever knows no better."""
+
+
+CACHE_BYTES_CPU: Final = 512 << 20
+"""For vLLM's keys and values on a CPU, where it would take nine tenths of the machine."""
+
+Option = bool | int | float | str
+
+
+@dataclass(frozen=True)
+class VllmSetup:
+    """What only vLLM is told; the names are vLLM's own."""
+
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    cache_bytes: int | None = None
+    options: Mapping[str, Option] = field(default_factory=dict)
+    """Any other argument of its engine, by name."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +45,9 @@ class EngineSetup:
     """Hugging Face ``config.json``."""
     threads: int = 1
     dtype: str = "float32"
-    """What the engine computes in; weights travel as they are in the layout."""
+    """What the engine computes in; weights travel as they are in the layout. ``auto``: bfloat16
+    for vLLM on a GPU, else float32."""
+    vllm: VllmSetup = VllmSetup()
 
 
 @dataclass(frozen=True)
@@ -37,6 +58,11 @@ class EngineInfo:
     device: str
     dtype: str
     memory_bytes: int
+    """Of the process; on a GPU, of the GPU."""
+    model: str = ""
+    """The model's class."""
+    tokens_per_s: float = 0.0
+    """Measured in the start, with weights of no meaning; 0: not measured."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import Digest, Version
@@ -20,36 +21,42 @@ from peer.engine.base import (
 from peer.engine.calls import LoadCall, PhaseReply
 
 
-class HfEngineProcess:
+class EngineProcess:
     """See `peer.engine.base.Engine`.
 
     Args:
+        kind: Which engine.
         start_silence_s: `start` has no deadline, but the process must work or read without a
             pause of this length.
         load_timeout_s: For one load.
         prove_timeout_s: For one proof.
         memory_max_bytes: See `ChildProcess`.
-        command: Module and arguments of the child.
+        command: Module and arguments of another child than the kind's own.
         log_file: What the engine prints is appended here.
+        on_phase: Told what the start is at.
     """
 
     def __init__(
         self,
+        kind: Literal["hf", "vllm"] = "hf",
         *,
         start_silence_s: float = 600.0,
         load_timeout_s: float = 300.0,
         prove_timeout_s: float = 300.0,
         memory_max_bytes: int | None = None,
-        command: Sequence[str] = ("peer.engine.worker", "--kind", "hf"),
+        command: Sequence[str] | None = None,
         log_file: Path | None = None,
+        on_phase: Callable[[str], None] | None = None,
     ) -> None:
+        module, *arguments = command or ("peer.engine.worker", "--kind", kind)
         self.child = ChildProcess(
             "engine",
-            command[0],
-            command[1:],
+            module,
+            arguments,
             log_file=log_file,
             memory_max_bytes=memory_max_bytes,
         )
+        self._on_phase = on_phase
         self._start_silence_s = start_silence_s
         self._load_timeout_s = load_timeout_s
         self._prove_timeout_s = prove_timeout_s
@@ -63,7 +70,7 @@ class HfEngineProcess:
             EngineInfo,
             timeout_s=None,
             silence_s=self._start_silence_s,
-            progress=_alive,
+            progress=self._starting,
             progress_kind=PhaseReply,
         )
 
@@ -89,6 +96,6 @@ class HfEngineProcess:
         """End it; see the port."""
         await self.child.close()
 
-
-def _alive(_: PhaseReply) -> None:
-    """A phase only shows that the child is alive."""
+    def _starting(self, reply: PhaseReply) -> None:
+        if self._on_phase is not None:
+            self._on_phase(reply.phase)

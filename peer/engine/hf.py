@@ -12,7 +12,6 @@ cache repeated for its samples; rows that have ended leave the batch when half o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -30,8 +29,11 @@ from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
+from peer.engine import trial
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
 from peer.engine.hf_batch import Batch
+from peer.engine.model_config import plain_config, unusable
+from peer.engine.refusal import refusal_of
 from peer.engine.sampling import Distributions, Uniforms, choose
 
 ROWS_MAX: Final = 1024
@@ -48,18 +50,6 @@ _STATE_DTYPES: Final = {
     "i32": torch.int32,
     "i64": torch.int64,
 }
-
-_DROPPED_KEYS: Final = (
-    "auto_map",
-    "quantization_config",
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "experts_implementation",
-    "_experts_implementation",
-    "_name_or_path",
-)
-"""Configuration keys that make transformers load code, kernels or files by name."""
 
 
 @dataclass
@@ -94,26 +84,31 @@ class HfEngine:
 
     def __init__(self, setup: EngineSetup) -> None:
         torch.set_num_threads(setup.threads)
-        if setup.dtype not in DTYPES:
+        self._dtype = "float32" if setup.dtype == "auto" else setup.dtype
+        if self._dtype not in DTYPES:
             raise ConfigError("engine.dtype", f"{setup.dtype!r} is none of {', '.join(DTYPES)}")
         self._setup = setup
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = _build(setup.model_config, DTYPES[setup.dtype]).to(self._device).eval()
+        self._model = _build(setup.model_config, DTYPES[self._dtype]).to(self._device).eval()
         self._layout = Layout.from_table(setup.layout)
         self._names = self._model.state_dict(keep_vars=True)
         self._check_layout()
-        self._version: Version | None = None
         config = self._model.config.get_text_config()
         self._vocabulary = int(config.vocab_size)
         self._positions: int = getattr(config, "max_position_embeddings", None) or 1 << 62
+        self._version: Version | None = trial.VERSION
+        self._tokens_per_s = trial.measure_tokens_per_s(self.generate)
+        self._version = None
 
     def info(self) -> EngineInfo:
         """Return what the engine says of itself."""
         return EngineInfo(
             kind="hf",
             device=str(self._device),
-            dtype=self._setup.dtype,
+            dtype=self._dtype,
             memory_bytes=resident_bytes(),
+            model=type(self._model).__name__,
+            tokens_per_s=self._tokens_per_s,
         )
 
     def _check_layout(self) -> None:
@@ -185,7 +180,10 @@ class HfEngine:
         watch = Stopwatch()
         version = self._label()
         prompts = [to_tokens(lease.prompt) for lease in leases]
-        refusals = [self._refusal(*pair) for pair in zip(leases, prompts, strict=True)]
+        refusals = [
+            refusal_of(lease, prompt, self._positions, self._vocabulary)
+            for lease, prompt in zip(leases, prompts, strict=True)
+        ]
         good = [place for place, refusal in enumerate(refusals) if not refusal]
         rows = [
             _Row(leases[place], place, seed)
@@ -213,23 +211,6 @@ class HfEngine:
             )
             for lease, answer, refusal in zip(leases, answers, refusals, strict=True)
         ]
-
-    def _refusal(self, lease: Lease, prompt: NDArray[np.uint32]) -> str:
-        """Return why the lease cannot be answered, empty if it can, before any work is done."""
-        forced = None if lease.forced is None else to_tokens(lease.forced)
-        answer = lease.tokens_max if forced is None else int(forced.size)
-        if lease.samples != len(lease.seeds) or answer < 1:
-            return "asks for nothing"
-        if lease.sampling.temperature <= 0 or lease.sampling.top_p <= 0:
-            return f"has temperature {lease.sampling.temperature}, top-p {lease.sampling.top_p}"
-        if prompt.size == 0 or prompt.size + answer > self._positions:
-            return (
-                f"has a prompt of {prompt.size} tokens and wants {answer} more; "
-                f"the model takes {self._positions} in all"
-            )
-        if max(prompt.max(), 0 if forced is None else forced.max()) >= self._vocabulary:
-            return f"has tokens beyond the vocabulary of {self._vocabulary}"
-        return ""
 
     def _sample(self, rows: Sequence[_Row], prompts: Sequence[NDArray[np.uint32]]) -> None:
         """Fill the rows' tokens and log-probs: one token of each a turn, until all have ended."""
@@ -288,12 +269,9 @@ def _to_sample(row: _Row, version: Version) -> Sample:
 
 def _build(model_config: str, dtype: torch.dtype) -> Any:  # noqa: ANN401 - transformers has no types
     """Return a model with weights of no meaning."""
+    plain = plain_config(model_config)
     try:
-        plain = json.loads(model_config)
-        kind = plain.pop("model_type")
-        for key in _DROPPED_KEYS:
-            plain.pop(key, None)
-        config = AutoConfig.for_model(kind, **plain)
+        config = AutoConfig.for_model(plain.pop("model_type"), **plain)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise EngineError(f"the model configuration cannot be used: {error}") from error
+        raise unusable(error) from error

@@ -1,9 +1,10 @@
-"""The engine's child process: ``python -P -m peer.engine.worker --kind hf``."""
+"""The engine's child process: ``python -P -m peer.engine.worker --kind hf``, or ``vllm``."""
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from echo2p2p.errors import EngineError
 from echo2p2p.ids import Digest, Version
@@ -13,38 +14,70 @@ from echo2p2p.wire.messages import Lease
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
 from peer.engine.calls import LoadCall, PhaseReply
 
-if TYPE_CHECKING:
+Phase = Callable[[str], None]
+
+
+class BlockingEngine(Protocol):
+    """`peer.engine.base.Engine` without waiting: what a worker calls."""
+
+    def info(self) -> EngineInfo:
+        """Return what the engine says of itself."""
+
+    def load(self, version: Version, path: str) -> LoadReport:
+        """Read the shared state in the file at ``path``."""
+
+    def prove(self) -> Digest:
+        """Return the digest of what the kernels use."""
+
+    def generate(self, leases: Sequence[Lease]) -> list[Generated]:
+        """Answer leases."""
+
+
+def make_hf(setup: EngineSetup, phase: Phase) -> BlockingEngine:
+    """Build the transformers engine; torch is imported only now, under the watchdog's eyes."""
+    phase("importing torch and transformers")
     from peer.engine.hf import HfEngine
+
+    phase("building the model")
+    return HfEngine(setup)
+
+
+def make_vllm(setup: EngineSetup, phase: Phase) -> BlockingEngine:
+    """Build the vLLM engine."""
+    phase("importing torch, transformers and vLLM")
+    from peer.engine.vllm import VllmEngine
+
+    return VllmEngine(setup, phase)
+
+
+KINDS = {"hf": make_hf, "vllm": make_vllm}
 
 
 class Worker:
-    """An `HfEngine` behind the calls of a child process."""
+    """An engine of some kind behind the calls of a child process."""
 
-    def __init__(self) -> None:
-        self._engine: HfEngine | None = None
+    def __init__(self, kind: str) -> None:
+        self._make = KINDS[kind]
+        self._engine: BlockingEngine | None = None
 
     def start(self, setup: EngineSetup, report: Report) -> EngineInfo:
-        """Build the engine; torch is imported only now, under the watchdog's eyes."""
-        report(PhaseReply("importing"))
-        from peer.engine.hf import HfEngine
-
-        report(PhaseReply("building"))
-        self._engine = HfEngine(setup)
+        """Build the engine, and say how far it is."""
+        self._engine = self._make(setup, lambda phase: report(PhaseReply(phase)))
         return self._engine.info()
 
     def load(self, call: LoadCall, _: Report) -> LoadReport:
-        """See `HfEngine.load`."""
+        """See `Engine.load`."""
         return self._started().load(Version(call.version), call.path)
 
     def prove(self, _: None, __: Report) -> Digest:
-        """See `HfEngine.prove`."""
+        """See `Engine.prove`."""
         return self._started().prove()
 
     def generate(self, leases: list[Lease], _: Report) -> list[Generated]:
-        """See `HfEngine.generate`."""
+        """See `Engine.generate`."""
         return self._started().generate(leases)
 
-    def _started(self) -> HfEngine:
+    def _started(self) -> BlockingEngine:
         if self._engine is None:
             raise EngineError("the engine was not started")
         return self._engine
@@ -53,10 +86,10 @@ class Worker:
 def main() -> None:
     """Serve until the peer closes the pipe."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=["hf"], required=True)
-    parser.parse_args()
+    parser.add_argument("--kind", choices=sorted(KINDS), required=True)
+    arguments = parser.parse_args()
     channel = child_worker.connect()
-    worker = Worker()
+    worker = Worker(arguments.kind)
     child_worker.serve(
         channel,
         {

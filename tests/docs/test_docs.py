@@ -25,6 +25,7 @@ from coordinator.recorder import EVENTS_FOLDER
 from echo2p2p.cli import load_settings
 from echo2p2p.log import take_log_flags
 from echo2p2p.testing.pages import blocks, commands, quoted, words_of
+from peer.command import full_words
 from peer.config import PeerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,7 @@ def check_peer(words, folder):
     assert words[0] == "join"
     if words[1:] == ["--help"]:
         return
+    words = full_words(words)
     rest = words[1:] if words[1].startswith("-") else ["--url", *words[1:]]
     settings = read_settings(PeerSettings, rest, folder)
     assert (settings.url, settings.token) == (URL, "e2p-...")

@@ -122,7 +122,7 @@ def test_volunteers_join_with_the_commands_of_their_page(lab):
     assert len(joins) >= 6
     asked = [command for command in commands(VOLUNTEER) if command.startswith("curl")]
     for number, command in enumerate(joins):
-        relay = command if "--engine.kind" in command else f"{command} --engine.kind none"
+        relay = command if "--engine" in command else f"{command} --engine.kind none"
         process = lab.begin(relay, home=f"home{number}")
         try:
             for line in process.stderr:

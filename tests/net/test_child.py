@@ -259,6 +259,14 @@ async def test_a_child_that_works_without_a_word_beats_and_one_that_waits_does_n
         await child.call("wait_beating", 30.0, type(None), timeout_s=None, silence_s=0.5)
 
 
+async def test_what_a_child_has_started_beats_for_it_while_it_works(child):
+    await child.call("echo", b"", bytes, timeout_s=20)
+    worked = await child.call("work_below", 3.0, float, timeout_s=None, silence_s=1.5)
+    assert worked == 3.0
+    with pytest.raises(ChildError, match=r"no sign of life for 1\.5 s"):
+        await child.call("wait_below", 30.0, type(None), timeout_s=None, silence_s=1.5)
+
+
 async def test_a_wrong_setting_comes_back_as_what_it_is_and_other_errors_by_their_class(child):
     with pytest.raises(ConfigError) as caught:
         await child.call("misconfigured", "model.path", type(None), timeout_s=20)

@@ -15,7 +15,7 @@ from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.weights.state import state_digest
 from peer.engine.base import EngineSetup
-from peer.engine.client import HfEngineProcess
+from peer.engine.client import EngineProcess
 from peer.keeper import EngineKeeper, WeightState
 from scenarios import first_light
 from scenarios import world as world_module
@@ -46,9 +46,9 @@ class Slot:
             journal=self.journal,
         )
 
-    def _make(self) -> HfEngineProcess:
+    def _make(self) -> EngineProcess:
         self.lives += 1
-        return HfEngineProcess(
+        return EngineProcess(
             command=("scenarios.bad_engine", self._how.pop(0) if self._how else "good"),
             start_silence_s=SILENCE_S,
             memory_max_bytes=300_000_000,

@@ -483,7 +483,7 @@ async def test_a_lease_that_the_engine_cannot_answer_is_refused_alone(autojump_c
         answers = await keeper.generate([odd, lease("fine")])
         assert [len(answer.samples) for answer in answers] == [0, 2]
         (refused,) = slot.journal.named("lease.refused")
-        assert refused.fields == {"lease": "odd", "detail": "makes no sense"}
+        assert refused.fields == {"lease": "odd", "detail": "asks for nothing"}
         assert len(slot.engines) == 1
 
 

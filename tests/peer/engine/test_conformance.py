@@ -1,49 +1,33 @@
 """One suite for every engine, the fake one included: whatever a peer relies on."""
 
+import importlib.util
 import os
 import signal
 
 import numpy as np
 import pytest
 
-from coordinator.model import TINY_QWEN3, prepare_model
 from echo2p2p.errors import ChildError, EngineError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.testing.system import SimSharedMemory
-from echo2p2p.weights.layout import plan_layout
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Sampling
-from peer.engine.base import EngineSetup
-from peer.engine.client import HfEngineProcess
+from peer.engine.base import EngineSetup, VllmSetup
+from peer.engine.client import EngineProcess
 from scenarios.fake_engine import EngineFaults, FakeEngine
+from scenarios.qwen3 import Qwen3, write_weights
 
 STOP = 2
 
 
-def tiny_qwen3_layout():
-    """Return the layout of the built-in model, written down without torch."""
-    entries = [("model.embed_tokens.weight", "bf16", (64, 128), ("lm_head.weight",))]
-    for layer in range(3):
-        shapes = {
-            "self_attn.q_proj": (128, 128), "self_attn.k_proj": (64, 128),
-            "self_attn.v_proj": (64, 128), "self_attn.o_proj": (128, 128),
-            "self_attn.q_norm": (32,), "self_attn.k_norm": (32,),
-            "mlp.gate_proj": (384, 128), "mlp.up_proj": (384, 128), "mlp.down_proj": (128, 384),
-            "input_layernorm": (128,), "post_attention_layernorm": (128,),
-        }  # fmt: skip
-        entries += [(f"model.layers.{layer}.{name}.weight", "bf16", shape, ())
-                    for name, shape in shapes.items()]  # fmt: skip
-    return plan_layout([*entries, ("model.norm.weight", "bf16", (128,), ())])
-
-
-LAYOUT = tiny_qwen3_layout()
+MODEL = Qwen3()
+LAYOUT = MODEL.layout()
 
 
 class FakeSubject:
     def __init__(self, folder):
         self.memory = SimSharedMemory()
-        self.model_config = "{}"
 
     def make(self):
         return FakeEngine()
@@ -51,24 +35,28 @@ class FakeSubject:
     def kill(self, engine):
         engine.kill()
 
+    def hang(self, engine):
+        engine.hang()
+
 
 class ProcessSubject:
+    kind = "hf"
+
     def __init__(self, folder):
-        prepare_model(TINY_QWEN3, folder)
         self.memory = FileMemory(folder / "shared")
-        self.model_config = (folder / "config.json").read_text()
 
     def make(self):
-        return HfEngineProcess()
+        return EngineProcess(self.kind)
 
     def kill(self, engine):
         os.kill(engine.child.pid, signal.SIGKILL)
 
+    def hang(self, engine):
+        os.kill(engine.child.pid, signal.SIGSTOP)
 
-def write_weights(state, seed):
-    """Fill a state with bf16 normals of a size that makes every token likely."""
-    values = np.random.default_rng(seed).normal(0, 0.1, LAYOUT.total_bytes // 2)
-    state.view[:] = (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+
+class VllmSubject(ProcessSubject):
+    kind = "vllm"
 
 
 def make_lease(lease_id="lease", prompt=(1, 8, 5, 7, 6, 17), seeds=(11, 12, 13), **changes):
@@ -145,7 +133,7 @@ async def other_weights_or_another_prompt_give_other_answers(engine, state):
     other = make_lease(prompt=(1, 9, 8, 4, 5, 17), seeds=range(24))
     assert [s.tokens for s in (await engine.generate([other]))[0].samples] != before
     bits = bytes(state.view)
-    write_weights(state, seed=2)
+    write_weights(state.view, seed=2)
     await engine.load(6, state)
     [answer] = await engine.generate([lease])
     assert [sample.tokens for sample in answer.samples] != before
@@ -162,6 +150,27 @@ async def forced_tokens_come_back_with_their_logprobs(engine, state):
         assert to_tokens(sample.tokens).tolist() == [7, 8, 9]
         assert to_logprobs(sample.logprobs).shape == (3,)
         assert sample.finish == "length"
+
+
+async def logprobs_are_those_of_the_tokens(engine, state):
+    cut = Sampling(temperature=0.8, top_p=0.9, top_k=30)
+    leases = [make_lease("a"), make_lease("b", sampling=cut)]
+    for lease, answer in zip(leases, await engine.generate(leases), strict=True):
+        for seed, sample in zip(lease.seeds, answer.samples, strict=True):
+            changes = {"kind": "audit", "seeds": (seed,), "sampling": lease.sampling}
+            audit = make_lease(forced=sample.tokens, **changes)
+            [scored] = (await engine.generate([audit]))[0].samples
+            gap = to_logprobs(scored.logprobs) - to_logprobs(sample.logprobs)
+            assert np.abs(gap).max() <= 1e-4
+
+
+async def a_prompt_that_is_too_long_is_refused_by_name(engine, state):
+    long = make_lease("long", prompt=[5] * 120, tokens_max=9)
+    refused, answered = await engine.generate([long, make_lease("a")])
+    assert refused.refused == (
+        "has a prompt of 120 tokens and wants 9 more; the model takes 128 in all"
+    )
+    assert (refused.samples, len(answered.samples)) == ((), 3)
 
 
 async def a_senseless_lease_is_refused_and_the_others_are_answered(engine, state):
@@ -181,37 +190,71 @@ CHECKS = [
     the_same_seed_gives_the_same_answer_in_any_company,
     other_weights_or_another_prompt_give_other_answers,
     forced_tokens_come_back_with_their_logprobs,
+    logprobs_are_those_of_the_tokens,
+    a_prompt_that_is_too_long_is_refused_by_name,
     a_senseless_lease_is_refused_and_the_others_are_answered,
 ]
 
 
-@pytest.mark.parametrize(
-    "kind", [FakeSubject, pytest.param(ProcessSubject, marks=pytest.mark.slow)]
+REAL = [pytest.mark.slow]
+VLLM = [
+    *REAL,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="vLLM is not installed here; make test-vllm installs it and runs this",
+    ),
+]
+SETUP = EngineSetup(
+    layout=LAYOUT.table, model_config=MODEL.config(), vllm=VllmSetup(cache_bytes=64 << 20)
 )
-async def test_an_engine_keeps_its_contract_until_it_is_killed(kind, tmp_path):
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FakeSubject,
+        pytest.param(ProcessSubject, marks=REAL),
+        pytest.param(VllmSubject, marks=VLLM),
+    ],
+)
+async def test_an_engine_keeps_its_contract_until_it_hangs_or_is_killed(kind, tmp_path):
     """One engine for all checks: starting a real one takes seconds."""
     subject = kind(tmp_path)
     state = subject.memory.allocate("state", LAYOUT.total_bytes)
-    write_weights(state, seed=1)
-    engine = subject.make()
+    write_weights(state.view, seed=1)
+    first, second = subject.make(), subject.make()
     try:
-        info = await engine.start(
-            EngineSetup(layout=LAYOUT.table, model_config=subject.model_config)
-        )
+        info = await first.start(SETUP)
         assert info.dtype == "float32"
         assert info.memory_bytes >= LAYOUT.total_bytes
         with pytest.raises(EngineError, match="no weights"):
-            await engine.prove()
+            await first.prove()
         for check in CHECKS:
-            await check(engine, state)
-        subject.kill(engine)
-        with pytest.raises(ChildError, match=r"engine: .*SIGKILL"):
-            await engine.generate([make_lease()])
+            await check(first, state)
+        answers = await first.generate([make_lease()])
+        subject.hang(first)
+        with pytest.raises(EngineError, match=r"did not finish 'generate' within 0\.5 s"):
+            await first.generate([make_lease()], timeout_s=0.5)
         with pytest.raises(EngineError):
-            await engine.load(7, state)
+            await first.load(7, state)
+        await first.close()
+
+        await second.start(SETUP)
+        await second.load(4, state)
+        assert await second.prove() == state_digest(LAYOUT, state.view)
+        again = await second.generate([make_lease()])
+        assert [answer.samples for answer in again] == [answer.samples for answer in answers]
+        subject.kill(second)
+        with pytest.raises(ChildError, match=r"engine: .*SIGKILL"):
+            await second.generate([make_lease()])
+        with pytest.raises(EngineError):
+            await second.load(7, state)
     finally:
-        await engine.close()
-        await engine.close()
+        for engine in (first, second):
+            await engine.close()
+            await engine.close()
         state.close()
 
 

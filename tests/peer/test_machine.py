@@ -1,0 +1,89 @@
+"""What a peer finds on its machine: which engine generates, and what it is told."""
+
+import pytest
+
+from echo2p2p.cli import load_settings
+from echo2p2p.errors import ConfigError
+from peer.command import main
+from peer.config import EngineSection, PeerSettings
+from peer.machine import engine_kind, gpu_name
+
+ALL = {"torch", "transformers", "vllm"}
+GPU = "NVIDIA H200"
+
+
+def kind(asked, gpu, installed):
+    settings = PeerSettings(engine=EngineSection(kind=asked))
+    return engine_kind(settings, gpu, installed.__contains__)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "installed", "used"),
+    [
+        ("auto", GPU, ALL, "vllm"),
+        ("auto", None, ALL, "hf"),
+        ("auto", GPU, ALL - {"vllm"}, "hf"),
+        ("auto", GPU, set(), "none"),
+        ("auto", GPU, {"torch"}, "none"),
+        ("vllm", None, ALL, "vllm"),
+        ("transformers", GPU, ALL, "hf"),
+        ("hf", GPU, ALL, "hf"),
+        ("none", GPU, ALL, "none"),
+    ],
+)
+def test_vllm_is_used_with_a_gpu_or_when_asked_for(asked, gpu, installed, used):
+    assert kind(asked, gpu, installed) == used
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "says"),
+    [
+        ("vllm", ALL - {"vllm"}, r"engine\.kind: vLLM is missing; pip install 'echo2p2p\[vllm\]'"),
+        ("transformers", {"torch"}, r"engine\.kind: torch and transformers are missing; pip inst"),
+    ],
+)
+def test_an_engine_that_is_asked_for_and_missing_is_an_error_with_the_mend(asked, installed, says):
+    with pytest.raises(ConfigError, match=says):
+        kind(asked, GPU, installed)
+
+
+def test_the_gpu_is_named_by_its_driver(tmp_path):
+    assert gpu_name(tmp_path) is None
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/kfd").touch()
+    assert gpu_name(tmp_path) == "AMD GPU"
+    about = tmp_path / "proc/driver/nvidia/gpus/0000:1b:00.0/information"
+    about.parent.mkdir(parents=True)
+    about.write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 42\n")
+    assert gpu_name(tmp_path) == "NVIDIA H200"
+    about.write_text("IRQ: 42\n")
+    assert gpu_name(tmp_path) == "NVIDIA GPU"
+
+
+@pytest.mark.parametrize("words", [("--engine", "steam"), ("--engine=steam",)])
+def test_engine_is_short_for_its_kind(capsys, words):
+    assert main(["join", "http://127.0.0.1:1", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: engine.kind: Input should be 'auto', 'vllm', 'transformers'")
+
+
+def test_options_of_vllm_come_from_the_command_line_and_from_a_file(tmp_path):
+    file = tmp_path / "peer.toml"
+    file.write_text(
+        "[engine.vllm]\ntensor_parallel_size = 2\n[engine.vllm.options]\nenforce_eager = true\n"
+    )
+    words = [
+        "--config",
+        str(file),
+        "--engine.vllm.options",
+        "max_num_seqs=64,attention_backend=FLASH",
+    ]
+    words += ["--engine.vllm.cache_bytes", "4GB"]
+    settings = load_settings(PeerSettings, words, program="echo2-peer", presets={})
+    chosen = settings.engine.vllm
+    assert (chosen.tensor_parallel_size, chosen.cache_bytes) == (2, 4_000_000_000)
+    assert chosen.options == {
+        "enforce_eager": True,
+        "max_num_seqs": 64,
+        "attention_backend": "FLASH",
+    }
