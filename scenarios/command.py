@@ -16,6 +16,7 @@ from scenarios import (
     bench_intake,
     bench_report,
     compare,
+    overlap,
     soak,
     story_command,
     swarm_command,
@@ -68,6 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     soaking.add_argument("--json", action="store_true", help="print the result as JSON")
     about = "lay two results of `run --json` beside each other"
     compare.add_arguments(commands.add_parser("compare", help=about, description=about))
+    reproduce = commands.add_parser("reproduce", help="put a claim of the paper to the test")
+    claims = reproduce.add_subparsers(dest="name", required=True)
+    about = "does a staleness budget hide the broadcast, and which rule foresees it?"
+    overlap.add_arguments(claims.add_parser("overlap", help=about, description=about))
     known, more = parser.parse_known_args(argv)
     if more and not (known.command == "run" and known.name == "demo"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -85,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         return run_program(partial(torture.torture, known))
     if known.command == "soak":
         return run_program(partial(_soak, known))
+    if known.command == "reproduce":
+        return run_program(partial(_reproduce, known))
     if known.command == "bench":
         return run_program(partial(_bench, known))
     if known.name == "demo":
@@ -96,6 +103,12 @@ async def _bench(arguments: argparse.Namespace) -> int:
     result = await BENCHES[arguments.name].run(arguments)
     print(json.dumps(result, indent=2) if arguments.json else TABLES[arguments.name](result))
     return OK if HELD[arguments.name](result) else FAILED
+
+
+async def _reproduce(arguments: argparse.Namespace) -> int:
+    result = await overlap.run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else overlap.table(result))
+    return OK
 
 
 async def _soak(arguments: argparse.Namespace) -> int:

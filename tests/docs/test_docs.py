@@ -104,7 +104,8 @@ def check_peer(words, folder):
 
 def check_scenario(words, folder):
     del folder
-    helps = said(scenario_main, *words[:1], "--help")
+    depth = 2 if words[0] in {"bench", "reproduce"} else 1
+    helps = said(scenario_main, *words[:depth], "--help")
     assert not {word for word in words if word.startswith("--")} - set(options_in(helps))
     if words[0] == "run" and not words[1].endswith(".toml"):
         assert words[1] in said(scenario_main, "list").split()
