@@ -184,7 +184,7 @@ class RelayNode:
     def set_uplinks(
         self, uplinks: Mapping[PeerId, float], undialable: frozenset[PeerId] = frozenset()
     ) -> None:
-        """Say what the source may count on, of those that it deals to.
+        """Say who the members are, and what the source may count on of each.
 
         Args:
             uplinks: No more bytes per second than these; 0: it relays nothing.

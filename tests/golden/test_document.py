@@ -233,7 +233,7 @@ def test_certificates_follow_the_text():
     leaf.verify_directly_issued_by(authority)
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == [f"{VALUES['peer id']}.peer.echo2p2p"]
-    assert (leaf.not_valid_after_utc - leaf.not_valid_before_utc).days == 31
+    assert (leaf.not_valid_after_utc - leaf.not_valid_before_utc).days == 366
 
 
 def test_the_state_digest_follows_the_text():

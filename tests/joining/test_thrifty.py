@@ -1,6 +1,7 @@
 """Nodes that relay little or nothing, in a network of others: all get everything all the same."""
 
 import contextlib
+import math
 
 import pytest
 import trio
@@ -74,7 +75,8 @@ async def test_a_source_that_knows_it_deals_to_the_others_and_loses_no_time(auto
     async with mesh() as (_, relays):
         whole_s = await relays.broadcast(relays.keys.payload(1, SIZE))
         relays.members["p0"].node.relaying = False
-        relays.source.node.set_uplinks({relays.peer_id("p0"): 0.0})
+        uplinks = {relays.peer_id(name): math.inf for name in PEERS}
+        relays.source.node.set_uplinks({**uplinks, relays.peer_id("p0"): 0.0})
         redealt = relays.source.node.statistics().chunks_redealt
         seconds = await relays.broadcast(relays.keys.payload(2, SIZE))
         assert relays.source.node.statistics().chunks_redealt == redealt
