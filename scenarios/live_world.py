@@ -118,8 +118,21 @@ class LiveWorld(World):
         place.mkdir(parents=True)
         size = f"size={DISK_BYTES}"
         subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", place], check=True)  # noqa: S603, S607 - our own words
+        self._link_journal(name)
         if name != COORDINATOR:
             self.machines[name].identity.save(place / "identity")
+
+    def _journal_of(self, name: str) -> Path:
+        return self._folder / name / ("logs" if name == COORDINATOR else "") / EVENTS
+
+    def _link_journal(self, name: str) -> None:
+        """Let what a process says of itself be on another disk, or a full one would make us deaf.
+
+        A process gives its journal up when it cannot be written.
+        """
+        journal = self._journal_of(name)
+        journal.parent.mkdir(exist_ok=True)
+        journal.symlink_to(self._folder / f"{name}.events")
 
     # --- processes ----------------------------------------------------------------------------
 
@@ -255,10 +268,8 @@ class LiveWorld(World):
                 self._on_opened(self._access())
 
     def _new_entries(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        path = self._folder / name / ("logs" if name == COORDINATOR else "") / EVENTS
+        path = self._journal_of(name)
         with suppress(FileNotFoundError), path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < self._read_bytes.get(path, 0):
-                self._read_bytes[path] = 0  # another disk
             file.seek(self._read_bytes.get(path, 0))
             for line in file:
                 if not line.endswith(b"\n"):
@@ -325,6 +336,7 @@ class LiveWorld(World):
             self._told.pop(name, None)
         super().restart_peer(name, with_disk=with_disk)
         if not with_disk:
+            self._link_journal(name)
             self.machines[name].identity.save(self._folder / name / "identity")
 
     async def _restart(self, machine: Machine) -> None:
