@@ -121,7 +121,10 @@ def play(budget: int, uplink_bytes_per_s: float, seed: int, steps: int = STEPS) 
 
     async def squeeze(world: World) -> None:
         await world.wait_event("step.done", step=1)  # the model itself has arrived by then
-        world.squeeze_coordinator(uplink_bytes_per_s / FAST_BYTES_PER_S)
+        share = uplink_bytes_per_s / FAST_BYTES_PER_S
+        world.squeeze_coordinator(share)
+        await world.wait_event("step.done", step=steps - 1)
+        world.widen_coordinator(share)  # or the goodbye would stand behind the last version
 
     async def main() -> None:
         spec = WorldSpec(
