@@ -32,6 +32,7 @@ from scenarios import (
     broadcast_torrent,
     broadcast_virtual,
     namespaces,
+    pictures,
 )
 from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import KINDS, plan_lines
@@ -77,8 +78,7 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
     Raises:
         EchoError: There is no root, or a part failed.
     """
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise EchoError("--plot needs matplotlib: pip install 'echo2p2p[report]'")
+    pictures.check_target(arguments.plot)
     cases = [
         Case(
             peers=peers,

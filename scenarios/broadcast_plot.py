@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scenarios import pictures
+
 
 def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     """Write a PNG file; matplotlib (extra ``report``) must be there."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = pictures.new_figure()
     systems = dict.fromkeys((row["system"], row["settings"]) for row in rows)
     for system, settings in systems:
         mine = [row for row in rows if (row["system"], row["settings"]) == (system, settings)]
@@ -38,4 +34,4 @@ def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     axes.set_title(f"{first['payload_bytes'] / 1e6:g} MB, {first['links']} links")
     axes.legend(frameon=False)
     axes.grid(visible=True, color="#eeeeee")
-    figure.savefig(target, format="png")
+    pictures.save(figure, target)

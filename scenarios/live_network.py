@@ -76,11 +76,9 @@ class LiveNetwork(SimNetwork):
 
     def set_rates(self, name: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         """Give a machine another line."""
-        index = self._at[name]
-        up, down = up_bytes_per_s / BYTES_PER_MBIT, down_bytes_per_s / BYTES_PER_MBIT
-        port = namespaces.shaping(namespaces.PORT, up, "change").split()
-        _do(["tc", "-n", namespaces.name_of(index), *port])
-        _do(["tc", "-n", namespaces.HUB, *namespaces.shaping(f"h{index}", down, "change").split()])
+        line = Line(up_bytes_per_s / BYTES_PER_MBIT, down_bytes_per_s / BYTES_PER_MBIT)
+        for command in namespaces.reshaping(self._at[name], line):
+            _do(command)
 
     def set_quality(self, name: str, *, latency_s: float, loss: float = 0.0) -> None:
         """Let packets be late, and let a share of them be lost each way."""
@@ -94,7 +92,7 @@ class LiveNetwork(SimNetwork):
         """Let nothing through to or from a machine."""
         self._unplugged[name] += 1
         if self._unplugged[name] == 1:
-            _do(["ip", "-n", namespaces.HUB, "link", "set", f"h{self._at[name]}", "nomaster"])
+            _do(namespaces.plugging(self._at[name], None))
 
     def thaw(self, name: str) -> None:
         """Undo one `freeze`."""
@@ -102,10 +100,8 @@ class LiveNetwork(SimNetwork):
         if self._unplugged[name]:
             return
         index = self._at[name]
-        port = f"h{index}"
-        _do(["ip", "-n", namespaces.HUB, "link", "set", port, "master", namespaces.BRIDGE])
-        if not self._lines[index].reachable:
-            _do(["bridge", "-n", namespaces.HUB, *namespaces.isolation(index).split()])
+        for command in namespaces.rejoining(index, self._lines[index]):
+            _do(command)
 
     def cut(self, sender: str, receiver: str) -> None:
         """Let nothing through from one machine to another, silently."""

@@ -28,8 +28,9 @@ import msgspec
 import trio
 
 from coordinator.app import Opened
-from echo2p2p.errors import ChildError, EchoError
+from echo2p2p.errors import ChildError
 from echo2p2p.net.ports import Rows
+from echo2p2p.net.program import FAILED, OK
 from echo2p2p.wire.messages import Address
 from scenarios import live_node, namespaces, torture_audit
 from scenarios.broadcast_links import BYTES_PER_MBIT, Line
@@ -46,7 +47,8 @@ DISK_BYTES: Final = 512 << 20
 EVENTS: Final = "events.jsonl"
 FILLER: Final = "filler"
 TRAINED: Final = "trained.jsonl"
-SECRETS: Final = frozenset({"timestamp", "level", "event"})
+ENTRY_KEYS: Final = frozenset({"timestamp", "level", "event"})
+"""Of a journal's line, beside the event's own fields."""
 
 
 class _Told:
@@ -262,7 +264,7 @@ class LiveWorld(World):
         entries = [entry for name in self.machines for entry in self._new_entries(name)]
         entries[:0] = self._new_entries(COORDINATOR)
         for name, entry in sorted(entries, key=lambda one: str(one[1]["timestamp"])):
-            fields = {key: value for key, value in entry.items() if key not in SECRETS}
+            fields = {key: value for key, value in entry.items() if key not in ENTRY_KEYS}
             self.journal.bind(node=name).event(entry["event"], **fields)
             if name == COORDINATOR and entry["event"] == "run.opened":
                 self._on_opened(self._access())
@@ -366,7 +368,8 @@ class LiveWorld(World):
         self.journal.event("world.stops")
         self._stops = True
         opened = self._address
-        assert opened is not None
+        if opened is None:
+            raise ChildError(COORDINATOR, "has never answered")
         command = [sys.executable, "-P", "-m", "scenarios.live_world"]
         await trio.run_process(
             namespaces.inside(0, [*command, opened.url, opened.admin_token]),
@@ -412,8 +415,9 @@ def main(words: Sequence[str]) -> int:
     try:
         stop(url, admin_token, sys.stdin.buffer.read())
     except OSError as error:
-        raise EchoError(f"the coordinator cannot be stopped: {error}") from error
-    return 0
+        print(f"error: the coordinator cannot be stopped: {error}", file=sys.stderr)
+        return FAILED
+    return OK
 
 
 if __name__ == "__main__":

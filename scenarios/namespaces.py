@@ -160,6 +160,25 @@ def loss_rule(share: float) -> list[str]:
     return [*how, "-j", "DROP"]
 
 
+def plugging(index: int, bridge: str | None) -> list[str]:
+    """Return the command that puts a machine's port on a bridge, or on none: it is cut off then."""
+    where = ["nomaster"] if bridge is None else ["master", bridge]
+    return ["ip", "-n", HUB, "link", "set", f"h{index}", *where]
+
+
+def rejoining(index: int, line: Line) -> list[list[str]]:
+    """Return the commands that put a machine among the others again, hidden if it was."""
+    hidden = [] if line.reachable else [["bridge", "-n", HUB, *isolation(index).split()]]
+    return [plugging(index, BRIDGE), *hidden]
+
+
+def reshaping(index: int, line: Line) -> list[list[str]]:
+    """Return the commands that give a machine another line."""
+    down = shaping(f"h{index}", line.down_mbit, "change").split()
+    up = shaping(PORT, line.up_mbit, "change").split()
+    return [["tc", "-n", HUB, *down], ["tc", "-n", name_of(index), *up]]
+
+
 def sent_bytes(text: bytes) -> dict[str, int]:
     """Return the bytes that left through each device's token bucket, from `tc -j -s qdisc`.
 
@@ -275,8 +294,7 @@ class Machines:
 
     async def cut(self, index: int, *, aside: bool = False) -> None:
         """Let nothing through to or from a machine, silently; ``aside``: but from others cut so."""
-        where = f"master {ASIDE}" if aside else "nomaster"
-        await _run(["ip", "-n", HUB, "link", "set", f"h{index}", *where.split()])
+        await _run(plugging(index, ASIDE if aside else None))
 
     async def lose(self, index: int, share: float) -> None:
         """Lose this share of a machine's packets, each way."""
@@ -285,9 +303,8 @@ class Machines:
 
     async def reshape(self, index: int, line: Line) -> None:
         """Give a machine another line."""
-        down = shaping(f"h{index}", line.down_mbit, "change")
-        await _run(["tc", "-n", HUB, *down.split()])
-        await _run(["tc", "-n", name_of(index), *shaping(PORT, line.up_mbit, "change").split()])
+        for command in reshaping(index, line):
+            await _run(command)
 
     async def reset_connections(self, index: int, *, for_s: float) -> None:
         """Reset each connection on which a machine sends meanwhile."""
@@ -303,10 +320,8 @@ class Machines:
     async def heal(self, index: int) -> None:
         """Undo `cut` and `reshape`."""
         line = self._lines[index]
-        await _run(["ip", "-n", HUB, "link", "set", f"h{index}", "master", BRIDGE])
-        if not line.reachable:
-            await _run(["bridge", "-n", HUB, *isolation(index).split()])
-        await self.reshape(index, line)
+        for command in (*rejoining(index, line), *reshaping(index, line)):
+            await _run(command)
 
     async def counters(self) -> list[Counters]:
         """Return each machine's."""

@@ -30,7 +30,7 @@ import trio
 from coordinator.config import Settings
 from echo2p2p.errors import EchoError
 from echo2p2p.testing.clock import run_virtual
-from scenarios import bench_report
+from scenarios import bench_report, pictures
 from scenarios.fake_engine import Lengths
 from scenarios.story import TASK
 from scenarios.world import COORDINATOR, PeerSpec, World, WorldSpec
@@ -238,13 +238,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     """Write a PNG file; matplotlib (extra ``report``) must be there."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = pictures.new_figure()
     for budget in dict.fromkeys(row["staleness_budget"] for row in rows):
         mine = [row for row in rows if row["staleness_budget"] == budget]
         axes.plot(
@@ -268,7 +262,7 @@ def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     axes.set_ylabel("learner idle, %")
     axes.set_title(f"A step takes {STEP_S:g} s; circled: our rule says feasible")
     axes.legend(frameon=False)
-    figure.savefig(target, format="png")
+    pictures.save(figure, target)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,6 +278,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         EchoError: A run broke.
     """
+    pictures.check_target(arguments.plot)
     rows = await trio.to_thread.run_sync(measure, BUDGETS, BROADCASTS_S, arguments.seed)
     if arguments.plot is not None:
         draw(rows, arguments.plot)

@@ -111,7 +111,7 @@ def test_only_learner_and_engine_import_torch():
 
 
 def test_only_views_import_what_is_for_watching():
-    assert importers("matplotlib") == {"coordinator/plots.py", "scenarios/broadcast_plot.py"}
+    assert importers("matplotlib") == {"coordinator/plots.py", "scenarios/pictures.py"}
     assert importers("rich") == {
         *("echo2p2p/terminal.py", "coordinator/view.py", "coordinator/status_command.py")
     }

@@ -10,11 +10,11 @@ not, through its uplink. So a slow or congested relay loses share at once, and a
 next to none.
 
 A chunk that does not leave, or that no second peer announced in time, or whose relay left, is dealt
-to another. When all
-relays are behind, the source makes copies in their stead, so that a fast source helps slow relays
-as far as they need it. Requests are served when nobody else can, when the relay in charge is
-behind, or when the requester insists. (The design's budget, S* = u_s T* / F copies, is not used:
-it needs all uplinks, and a relay with little to do measures slow.)
+to another. When all relays are behind, the source makes copies in their stead, so that a fast
+source helps slow relays as far as they need it. Requests are served when nobody else can, when the
+relay in charge is behind, or when the requester insists. (The design's budget,
+S* = u_s T* / F copies, is not used: it needs all uplinks, and a relay with little to do measures
+slow.)
 """
 
 from __future__ import annotations

@@ -18,6 +18,17 @@ MARK: Final = "ECHO2_TEST_MARK"
 POLL_S: Final = 0.1
 
 
+def processes_with(word: str) -> list[int]:
+    """Return the ids of all processes that have ``word`` on their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                if word.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
 class Processes:
     """All processes of one test, children of children included, known by their environment."""
 

@@ -35,21 +35,12 @@ from peer.engine.hf_batch import Batch
 from peer.engine.model_config import plain_config, unusable
 from peer.engine.refusal import refusal_of
 from peer.engine.sampling import Distributions, Uniforms, choose
+from peer.engine.state_dtypes import STATE_DTYPES
 
 ROWS_MAX: Final = 1024
 """Rows of one batch; more are done in several batches, to bound the cache."""
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_STATE_DTYPES: Final = {
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f32": torch.float32,
-    "i8": torch.int8,
-    "i16": torch.int16,
-    "i32": torch.int32,
-    "i64": torch.int64,
-}
 
 
 @dataclass
@@ -140,7 +131,7 @@ class HfEngine:
             raw = flat[entry.offset : entry.offset + entry.bytes]
             if entry.offset % entry.item_bytes:
                 raw = raw.clone()
-            source = raw.view(_STATE_DTYPES[spec.dtype]).view(spec.shape)
+            source = raw.view(STATE_DTYPES[spec.dtype]).view(spec.shape)
             self._names[spec.name].copy_(source)
         del flat, raw, source
         mapped.close()
@@ -158,7 +149,7 @@ class HfEngine:
             tensor = live[spec.name].detach()
             if any(live[name].data_ptr() != tensor.data_ptr() for name in spec.tied):
                 raise EngineError(f"{spec.name} is no longer tied to {', '.join(spec.tied)}")
-            bits = tensor.to("cpu", _STATE_DTYPES[spec.dtype]).reshape(-1)
+            bits = tensor.to("cpu", STATE_DTYPES[spec.dtype]).reshape(-1)
             flat[entry.offset : entry.offset + entry.bytes].copy_(bits.view(torch.uint8))
         del flat
         return state_digest(self._layout, state)

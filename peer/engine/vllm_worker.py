@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.utils as vllm_kernels
@@ -25,17 +25,8 @@ from echo2p2p.errors import EngineError
 from echo2p2p.net.memory import map_state
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import LayoutTable, TensorSpec
+from peer.engine.state_dtypes import STATE_DTYPES
 from peer.engine.vllm_layers import Piece, check_kernels, pieces_of
-
-STATE_DTYPES: Final = {
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "f32": torch.float32,
-    "i8": torch.int8,
-    "i16": torch.int16,
-    "i32": torch.int32,
-    "i64": torch.int64,
-}
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - any of vLLM's

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from echo2p2p.testing.processes import processes_with
 from scenarios import namespaces
 
 PEERS = 4
@@ -18,20 +19,6 @@ WHY = namespaces.why_impossible()
 DISTANT = WHY or namespaces.why_no_packets_held()
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(WHY is not None, reason=str(WHY))]
-
-
-def processes_with(word):
-    """Return the ids of all processes that have ``word`` on their command line."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                line = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if word.encode() in line:
-                found.append(int(folder.name))
-    return found
 
 
 def outside():

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from echo2p2p.errors import ConfigError, EchoError
+from echo2p2p.testing.processes import processes_with
 from scenarios import live_lab, namespaces
 from scenarios.live_world import lines_of
 from scenarios.story import load_story, read_story
@@ -51,19 +52,6 @@ def test_every_checker_holds_with_real_processes(name, tmp_path):
     assert opened["url"].startswith("http://" if name == "live/lies" else "https://")
 
 
-def marked(word):
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                line = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if word.encode() in line:
-                found.append(int(folder.name))
-    return found
-
-
 @pytest.mark.slow
 @needs_namespaces
 def test_kill_9_leaves_nothing_behind(tmp_path):
@@ -76,7 +64,7 @@ def test_kill_9_leaves_nothing_behind(tmp_path):
     )
     try:
         deadline = time.monotonic() + 60
-        while len(marked("scenarios.live_node")) < 3 or len(marked(name)) < 3:
+        while len(processes_with("scenarios.live_node")) < 3 or len(processes_with(name)) < 3:
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < deadline, "the story did not begin"
             time.sleep(0.05)
@@ -84,7 +72,7 @@ def test_kill_9_leaves_nothing_behind(tmp_path):
         process.kill()
         process.communicate()
     deadline = time.monotonic() + 20
-    while marked(name):
+    while processes_with(name):
         assert time.monotonic() < deadline, "processes outlived the test-bed"
         time.sleep(0.05)
     assert sorted(path.name for path in Path("/sys/class/net").iterdir()) == before

@@ -9,9 +9,10 @@ import pytest
 from coordinator.learner.layout import layout_of
 from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.net.memory import FileMemory
+from echo2p2p.testing.leases import make_lease
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
-from echo2p2p.wire.messages import Lease, Sampling, TensorSpec
+from echo2p2p.wire.messages import Sampling, TensorSpec
 from peer.engine.base import EngineSetup, VllmSetup
 from scenarios.qwen3 import Qwen3, change_weights, write_weights
 
@@ -120,24 +121,6 @@ class World:
 @pytest.fixture(scope="module", params=MODELS)
 def world(request, tmp_path_factory):
     return World(tmp_path_factory.mktemp(request.param), MODELS[request.param])
-
-
-def make_lease(lease_id, prompt, samples=4, seed=100, **changes):
-    plain = {
-        "lease_id": lease_id,
-        "kind": "train",
-        "prompt": from_tokens(prompt),
-        "samples": samples,
-        "seeds": list(range(seed, seed + samples)),
-        "sampling": Sampling(temperature=1.0, top_p=1.0, top_k=0),
-        "tokens_max": 12,
-        "stop_ids": [2],
-        "forced": None,
-        "version": 3,
-        "deadline_s": 60.0,
-        "affinity": None,
-    }
-    return Lease(**{**plain, **changes})
 
 
 PROMPTS = [[1, 5, 6, 7, 17], [1, 40], [1, *range(4, 44)], [9]]
