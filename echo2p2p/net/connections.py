@@ -20,6 +20,7 @@ from echo2p2p.errors import LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE, Incarnation, ManifestId, PeerId
 from echo2p2p.limits import NEIGHBOURS_MAX, Fill
 from echo2p2p.net.crowd import Crowd
+from echo2p2p.net.departure import Departures
 from echo2p2p.net.link import Link, LinkSettings, open_link, watch_links
 from echo2p2p.net.ports import Endpoint, Journal, Streams
 from echo2p2p.net.redial import Backoff, RedialSettings
@@ -151,6 +152,7 @@ class Connections:
         """Of those that are expected, as last linked."""
         self._gone: dict[PeerId, Incarnation | None] = {}
         """Who was expected once and is not now, and its last life, if we have met it."""
+        self._departures = Departures()
         self._strangers: Crowd[trio.CancelScope] = Crowd(settings.handshakes_max)
         self._nursery: trio.Nursery | None = None
 
@@ -158,6 +160,7 @@ class Connections:
         """Dial from now on, and look after all links, in tasks of ``nursery``."""
         self._nursery = nursery
         nursery.start_soon(watch_links, self._links)
+        nursery.start_soon(self._departures.run)
         for peer_id in self._targets:
             self._start_dialling(peer_id)
 
@@ -296,7 +299,7 @@ class Connections:
 
     async def _run(self, session: _Session) -> None:
         try:
-            why = await session.link.run(session)
+            why = await session.link.run(session, self._departures)
         except LinkError as error:
             why = str(error)
         except RemoteProtocolError as error:

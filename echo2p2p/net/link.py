@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NoReturn, Protocol
 
 import trio
@@ -31,6 +32,7 @@ from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import ManifestId, PeerId
 from echo2p2p.limits import LINK_SEND_TIMEOUT_S, MIB
 from echo2p2p.net import tls_streams
+from echo2p2p.net.departure import Departures
 from echo2p2p.net.shaping import Shaper
 from echo2p2p.net.stream import FrameStream
 from echo2p2p.wire.frames import ChunkPayload
@@ -167,9 +169,7 @@ class Link:
         self._control: deque[RelayFrame] = deque()
         self._control_bytes = 0
         self._chunks: deque[tuple[ManifestId, int]] = deque()
-        self._leaving: deque[tuple[ManifestId, int, int]] = deque()
-        """Taken by the kernel; with the stream's position behind each."""
-        self._wake, self._taken = trio.Event(), trio.Event()
+        self._wake = trio.Event()
         self._ended = trio.CancelScope()
         self._failure: RemoteProtocolError | LinkError | None = None
         self._goodbye: str | None = None
@@ -231,8 +231,10 @@ class Link:
                 pass
         return min(liveness.next_deadline(), frames.write_until_s())
 
-    async def run(self, handler: LinkHandler) -> str:
-        """Serve the link until it ends, then close it; somebody must `watch_links` meanwhile.
+    async def run(self, handler: LinkHandler, departures: Departures) -> str:
+        """Serve the link until it ends, then close it.
+
+        Somebody must `watch_links` and run ``departures`` meanwhile.
 
         Returns:
             Why it ended: our reason or the remote's.
@@ -243,10 +245,14 @@ class Link:
         """
         self._frames.is_watched = True
         async with self._frames:
-            with self._ended:
-                async with trio.open_nursery() as nursery:
-                    for task in (self._read, self._write, self._see_off):
-                        nursery.start_soon(self._guarded, task, handler)
+            try:
+                with self._ended:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._guarded, partial(self._read, handler))
+                        nursery.start_soon(self._guarded, partial(self._write, handler, departures))
+            finally:
+                if self._frames.departing is not None:
+                    departures.forget(self._frames.departing)
             if isinstance(self._failure, RemoteProtocolError):
                 await _say_goodbye(self._frames, self._failure.violation.value, self._settings)
             elif self._failure is None and self._goodbye is not None:
@@ -255,12 +261,10 @@ class Link:
             raise self._failure
         return self._goodbye or "closed by the other side"
 
-    async def _guarded(
-        self, task: Callable[[LinkHandler], Awaitable[None]], handler: LinkHandler
-    ) -> None:
+    async def _guarded(self, task: Callable[[], Awaitable[None]]) -> None:
         """Run a part of the link; its end, good or bad, is the link's."""
         try:
-            await task(handler)
+            await task()
         except (RemoteProtocolError, LinkError) as error:
             self.fail(error)
         self._ended.cancel()
@@ -282,7 +286,8 @@ class Link:
                 case message:
                     handler.frame(message)
 
-    async def _write(self, handler: LinkHandler) -> NoReturn:
+    async def _write(self, handler: LinkHandler, departures: Departures) -> NoReturn:
+        stream = self._frames.departing
         while True:
             if self._control:
                 messages = tuple(self._control)
@@ -294,30 +299,14 @@ class Link:
                 data = handler.read_chunk(manifest_id, index)
                 if data is not None:
                     await self._frames.send_chunk(manifest_id, index, data)
-                if data is not None and self._frames.departing is not None:
-                    position = self._frames.departing.position
-                    self._leaving.append((manifest_id, index, position))
-                    self._taken.set()
+                left = partial(handler.chunk_sent, manifest_id, index, sent=data is not None)
+                if data is not None and stream is not None:
+                    departures.expect(stream, left)  # the next one is written behind it
                 else:
-                    handler.chunk_sent(manifest_id, index, sent=data is not None)
+                    left()
             else:
                 self._wake = trio.Event()
                 await self._wake.wait()
-
-    async def _see_off(self, handler: LinkHandler) -> None:
-        """Tell of each chunk when it has left; meanwhile the next one is written behind it."""
-        stream = self._frames.departing
-        if stream is None:
-            await trio.sleep_forever()
-            return
-        while True:
-            while self._leaving:
-                manifest_id, index, position = self._leaving[0]
-                await stream.wait_departed(position)
-                self._leaving.popleft()
-                handler.chunk_sent(manifest_id, index, sent=True)
-            self._taken = trio.Event()
-            await self._taken.wait()
 
 
 async def watch_links(links: Callable[[], Iterable[Link]]) -> NoReturn:

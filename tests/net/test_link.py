@@ -10,7 +10,7 @@ from trio.testing import memory_stream_pair
 
 from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import SOURCE, ManifestId
-from echo2p2p.net.departure import DepartingStream
+from echo2p2p.net.departure import POLL_MAX_S, DepartingStream, Departures
 from echo2p2p.net.link import WATCH_EVERY_S, LinkSettings, open_link, watch_links
 from echo2p2p.net.stream import FrameStream
 from echo2p2p.testing.relays import RUN_ID, RunKeys
@@ -73,15 +73,18 @@ async def running(*links_and_handlers):
     """Run links in the background; yield a dict of how each ended."""
     ends = {}
 
+    departures = Departures()
+
     async def run(link, handler):
         try:
-            ends[link] = await link.run(handler)
+            ends[link] = await link.run(handler, departures)
         except (LinkError, RemoteProtocolError) as error:
             ends[link] = error
 
     live = {link for link, _ in links_and_handlers}
     async with trio.open_nursery() as watching:
         watching.start_soon(watch_links, lambda: live - ends.keys())
+        watching.start_soon(departures.run)
         async with trio.open_nursery() as nursery:
             for link, handler in links_and_handlers:
                 nursery.start_soon(run, link, handler)
@@ -132,10 +135,10 @@ class Held(DepartingStream):
     """A stream of which nothing has left before it is let go."""
 
     def __init__(self, inner):
-        self._inner, self.position, self.let_go = inner, 0, trio.Event()
+        self._inner, self.position, self.let_go = inner, 0, False
 
-    async def wait_departed(self, position):
-        await self.let_go.wait()
+    def departs_in_s(self, position):
+        return 0.0 if self.let_go else POLL_MAX_S
 
 
 async def test_a_chunk_counts_as_sent_when_it_has_left_and_the_next_is_written_behind_it(
@@ -151,7 +154,7 @@ async def test_a_chunk_counts_as_sent_when_it_has_left_and_the_next_is_written_b
         await trio.sleep(0.1)
         assert receiver.seen == [(1, b"first"), (2, b"second")]
         assert sender.sent == [(3, False)]  # skipped: there was nothing to wait for
-        held.let_go.set()
+        held.let_go = True
         await trio.sleep(0.1)
         assert sender.sent == [(3, False), (1, True), (2, True)]
         left.close("done")

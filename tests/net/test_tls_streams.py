@@ -12,7 +12,7 @@ from echo2p2p.errors import ConfigError, LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE
 from echo2p2p.net import certificates
 from echo2p2p.net.connections import ConnectionSettings
-from echo2p2p.net.departure import DepartingStream
+from echo2p2p.net.departure import DepartingStream, Departures
 from echo2p2p.net.link import Link, LinkSettings, open_link
 from echo2p2p.net.payloads import RelaySettings
 from echo2p2p.net.ports import Endpoint, Streams, TlsServer
@@ -119,7 +119,7 @@ class Deaf:
 
 async def close(link: Link) -> None:
     link.close("the test is over")
-    await link.run(Deaf())
+    await link.run(Deaf(), Departures())
 
 
 async def link_to_source(net: RelayNet, streams: Streams, mine: Self) -> None:
@@ -190,7 +190,7 @@ async def test_what_is_changed_on_its_way_ends_the_link() -> None:
         wire.flips = True
         link.send_nowait(Ping(nonce=1))
         with contextlib.suppress(LinkError):  # the source may reset the connection
-            await link.run(Deaf())
+            await link.run(Deaf(), Departures())
         closed = await of_source(net, "link.closed")
         assert closed.fields["detail"] == "the connection broke while receiving"
 
@@ -318,7 +318,7 @@ async def test_before_there_is_a_leaf_callers_are_sent_away_and_afterwards_serve
 
     async def accept(stream: trio.abc.Stream, _: str) -> None:
         served.append(link := await open_link(stream, me("source"), nonce=bytes(32)))
-        await link.run(Deaf())
+        await link.run(Deaf(), Departures())
 
     streams, client = in_tls(), in_tls(KEYS.leaf("p0"))
     with trio.fail_after(10):
