@@ -20,7 +20,12 @@ class SwarmSettings:
     """Neighbours to whom a chunk is pushed on, outside a full mesh."""
 
     have_batch_s: float = 0.02
-    """Announcements wait so long for company."""
+    """Announcements wait so long for company: to the source, which measures relays by them, and to
+    those to whom nobody pushes."""
+
+    have_mesh_s: float = 0.01
+    """In a full mesh they wait so long for each link of the node, to all others: at most a hundred
+    leave it in a second. There they matter only where a push fails, and were most of the frames."""
 
     overlay_have_batch_s: float = 0.05
     """The same outside a full mesh, where each chunk makes as many of them as there are links: they
@@ -87,8 +92,12 @@ class SwarmSettings:
     """A relay that needs longer than this to pass on what it was dealt is dealt nothing more."""
 
     def batch_s(self, *, mesh: bool) -> float:
-        """Return for how long announcements wait."""
+        """Return for how long announcements wait that others wait for."""
         return self.have_batch_s if mesh else self.overlay_have_batch_s
+
+    def mesh_batch_s(self, links: int) -> float:
+        """Return for how long those wait that nobody waits for."""
+        return max(self.have_batch_s, self.have_mesh_s * links)
 
     def grace_s(self, *, mesh: bool) -> float:
         """Return the grace of what is pushed."""

@@ -66,7 +66,7 @@ class Swarm:
         self.rates = RelayRates(self.reach)
         """Of the relays that our chunks were dealt to."""
         self._uploads = Uploads(self._settings, rng)
-        self._flush_s = math.inf
+        self._flush_s = self._flush_all_s = math.inf
         self._effects: list[Effect] = []
         self._duplicate_bytes = self._unknown_bytes = 0
         self._pushed = self._requested = self._redealt = 0
@@ -302,7 +302,10 @@ class Swarm:
             self._push_on(transfer, index, transfer.origins.pop(index, None), now)
         if new:
             transfer.fresh += new
-            self._flush_s = min(self._flush_s, now + self._settings.batch_s(mesh=self._mesh))
+            mesh, settings = self._mesh, self._settings
+            self._flush_s = min(self._flush_s, now + settings.batch_s(mesh=mesh))
+            all_s = settings.mesh_batch_s(len(self._links)) if mesh else math.inf
+            self._flush_all_s = min(self._flush_all_s, now + all_s)
         if 0 in new:
             for index in list(transfer.origins):  # what had waited for the index and was wrong
                 self._lose(transfer, index, now)
@@ -340,12 +343,13 @@ class Swarm:
     def next_deadline(self) -> float:
         """Return when `on_time` must be called; infinity if nothing is due."""
         dealers = (each.dealer.next_deadline() for each in self._transfers.values() if each.dealer)
-        return min(self._flush_s, self._uploads.unblock_s, self._picker.next_deadline(), *dealers)
+        flush_s = min(self._flush_s, self._flush_all_s)
+        return min(flush_s, self._uploads.unblock_s, self._picker.next_deadline(), *dealers)
 
     def on_time(self, now: float) -> list[Effect]:
         """Announce, ask, and take back what is due."""
-        if now >= self._flush_s:
-            self._flush()
+        if now >= min(self._flush_s, self._flush_all_s):
+            self._flush(now)
         overdue = self._picker.on_time(now)
         self._cancel(overdue.cancels)
         for link in overdue.hopeless:
@@ -401,14 +405,21 @@ class Swarm:
         to_source, undialable = self._from_source(link), link in self.reach.undialable
         self._effects += transfer.news(link, indices, to_source=to_source, undialable=undialable)
 
-    def _flush(self) -> None:
+    def _flush(self, now: float) -> None:
         self._flush_s = math.inf
+        mesh, all_due = self._mesh, now >= self._flush_all_s
+        if all_due:
+            self._flush_all_s = math.inf
         for transfer in self._transfers.values():
-            if transfer.fresh:
-                fresh, transfer.fresh = sorted(transfer.fresh), []
-                for link in transfer.followers:
-                    if self._mesh or self._from_source(link) or transfer.is_news(link, fresh):
-                        self._announce(transfer, link, fresh)
+            if not transfer.fresh:
+                continue
+            fresh, everybody = sorted(transfer.fresh), all_due or transfer.held.complete
+            for link in transfer.followers:
+                waits = self._from_source(link) or link in self.reach.undialable
+                if waits or (everybody if mesh else transfer.is_news(link, fresh)):
+                    self._announce(transfer, link, fresh)
+            if everybody or not mesh:
+                transfer.fresh = []
 
     def _lose(self, transfer: Transfer, index: int, now: float) -> None:
         """Want a chunk again that had come; its sender, if it is still linked, does hold it."""

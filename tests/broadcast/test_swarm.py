@@ -395,15 +395,46 @@ def test_the_queue_of_a_link_is_bounded_and_a_cancel_empties_it():
     assert swarm.chunk_sent("a", ID, 0, 1.1) == []
 
 
+def storing(swarm, chunks, *, wants="ab"):
+    for link in wants:
+        swarm.receive_want(link, ID, 0.0)
+    for number, index in enumerate(chunks):
+        swarm.chunk_arrived("a", ID, index, CHUNK, 1.0)
+        swarm.chunks_stored(ID, [index], 1.0 + number / 1000)
+
+
 def test_announcements_are_batched_and_tell_nobody_what_they_know():
     swarm = opened("a", "b", "c")
-    for link in "ab":
-        swarm.receive_want(link, ID, 0.0)
-    for index in (0, 3, 2):
-        swarm.chunk_arrived("a", ID, index, CHUNK, 1.0)
-        swarm.chunks_stored(ID, [index], 1.0 + index / 1000)
+    storing(swarm, (0, 3, 2))
     assert swarm.next_deadline() == pytest.approx(1.02)
-    assert swarm.on_time(1.02) == [SendHave("b", ID, (0, 2, 3))]
+    assert swarm.on_time(1.021) == []  # nobody waits for it in a mesh
+    assert swarm.next_deadline() == pytest.approx(1.03)
+    assert swarm.on_time(1.031) == [SendHave("b", ID, (0, 2, 3))]
+    assert swarm.next_deadline() > 2
+
+
+def test_source_and_those_to_whom_nobody_pushes_are_told_first():
+    swarm = opened(SOURCE, "a", "b", "c")
+    swarm.reach.undialable = frozenset("c")
+    storing(swarm, (3, 2), wants=[SOURCE, *"abc"])
+    told = swarm.on_time(1.021)
+    assert told == [SendHave(SOURCE, ID, (2, 3)), SendHave("c", ID, (2, 3))]
+    assert swarm.on_time(1.041) == [SendHave("b", ID, (2, 3))]
+
+
+def test_who_has_all_says_so_at_once():
+    swarm = opened("a", "b", "c", "d")
+    storing(swarm, range(10))
+    assert swarm.on_time(1.021) == [SendHave("b", ID, tuple(range(10)))]
+    assert swarm.on_time(2.0) == []
+
+
+def test_outside_a_mesh_everybody_is_told_soon():
+    swarm = opened("a", "b", "c")
+    swarm.reach.mesh = False
+    storing(swarm, (3, 2))
+    assert swarm.on_time(1.051) == [SendHave("b", ID, (2, 3))]
+    assert swarm.next_deadline() > 2
 
 
 def test_a_long_announcement_is_cut_into_parts():
