@@ -32,6 +32,11 @@ from echo2p2p.ids import PeerId
 UNMEASURED_DEALS_MAX: Final = 16
 """Chunks dealt to a relay of which nothing is known yet."""
 
+GATHER_S: Final = 0.05
+"""For so long after the first relay of a payload, one of which nothing is known yet is dealt one
+chunk while others that are linked have not said that they follow: the first few, which may be slow
+ones, would get most of a small payload."""
+
 DEALS_AT_WORK: Final = 2
 """A relay's oldest chunks, which it is passing on: never too many, and left to it."""
 
@@ -121,12 +126,14 @@ class Dealer:
         """From when a deal has left until a second holder announces it, on average: on far or lossy
         lines, longer than on others."""
         self._next_check_s = float("inf")
+        self._gather_until_s = math.inf
         self.redealt = 0
 
     # --- relays come and go -------------------------------------------------------------------
 
     def relay_joined(self, relay: PeerId, held: Iterable[int] = (), now: float = 0.0) -> None:
         """``relay`` follows the payload, and has announced ``held`` before."""
+        self._gather_until_s = min(self._gather_until_s, now + GATHER_S)
         self._relays.setdefault(relay, _Relay(announced=ChunkSet(self._count)))
         for index in held:
             self.announced(relay, index, now)
@@ -174,6 +181,8 @@ class Dealer:
         known: Mapping[PeerId, ChunkSet],
         fanout: int | None,
         now: float,
+        *,
+        linked: int = 0,
     ) -> tuple[PeerId, int] | None:
         """Choose the next chunk and its relay.
 
@@ -182,13 +191,18 @@ class Dealer:
             known: What each follower holds or was sent.
             fanout: Copies that a relay makes unasked; ``None``: one for everybody.
             now: Seconds.
+            linked: Peers that may come to follow the payload, those that do among them.
 
         Returns:
             What to send now, recorded as dealt; ``None`` if there is nothing to deal, or nobody
             to whom it should go yet: a relay that is about to have room would be through with it
             much sooner.
         """
-        ready = [relay for relay in candidates if not self._is_full(relay)]
+        gathering = now < self._gather_until_s and len(self._relays) < linked
+        if gathering:
+            self._next_check_s = min(self._next_check_s, self._gather_until_s)
+        first = 1 if gathering else UNMEASURED_DEALS_MAX
+        ready = [relay for relay in candidates if not self._is_full(relay, first)]
         if not ready:
             return None
         for _ in range(min(len(self._undealt), LOOK_AHEAD_CHUNKS)):
@@ -301,10 +315,10 @@ class Dealer:
         measured = self._rates.of(relay).bytes_per_s is not None
         return measured and self._has_too_much(relay)
 
-    def _is_full(self, relay: PeerId) -> bool:
-        """Return whether the relay should be dealt nothing for now."""
+    def _is_full(self, relay: PeerId, first: int) -> bool:
+        """Return whether the relay should be dealt nothing now; ``first``: of one not measured."""
         if self._rates.of(relay).bytes_per_s is None:
-            return len(self._relays[relay].deals) >= UNMEASURED_DEALS_MAX
+            return len(self._relays[relay].deals) >= first
         return self._has_too_much(relay)
 
     def _has_too_much(self, relay: PeerId) -> bool:

@@ -28,6 +28,7 @@ from echo2p2p.broadcast.effects import (
     SendRequest,
     SwarmStatistics,
 )
+from echo2p2p.broadcast.news import NewsTimer
 from echo2p2p.broadcast.outbox import CROSSING_S, Key
 from echo2p2p.broadcast.picker import Pick, Picker
 from echo2p2p.broadcast.reach import Reach
@@ -66,7 +67,7 @@ class Swarm:
         self.rates = RelayRates(self.reach)
         """Of the relays that our chunks were dealt to."""
         self._uploads = Uploads(self._settings, rng)
-        self._flush_s = self._flush_all_s = math.inf
+        self._news = NewsTimer(self._settings)
         self._effects: list[Effect] = []
         self._duplicate_bytes = self._unknown_bytes = 0
         self._pushed = self._requested = self._redealt = 0
@@ -302,10 +303,7 @@ class Swarm:
             self._push_on(transfer, index, transfer.origins.pop(index, None), now)
         if new:
             transfer.fresh += new
-            mesh, settings = self._mesh, self._settings
-            self._flush_s = min(self._flush_s, now + settings.batch_s(mesh=mesh))
-            all_s = settings.mesh_batch_s(len(self._links)) if mesh else math.inf
-            self._flush_all_s = min(self._flush_all_s, now + all_s)
+            self._news.stored(now, mesh=self._mesh, links=len(self._links))
         if 0 in new:
             for index in list(transfer.origins):  # what had waited for the index and was wrong
                 self._lose(transfer, index, now)
@@ -343,12 +341,12 @@ class Swarm:
     def next_deadline(self) -> float:
         """Return when `on_time` must be called; infinity if nothing is due."""
         dealers = (each.dealer.next_deadline() for each in self._transfers.values() if each.dealer)
-        flush_s = min(self._flush_s, self._flush_all_s)
-        return min(flush_s, self._uploads.unblock_s, self._picker.next_deadline(), *dealers)
+        own_s = min(self._news.next_deadline(), self._uploads.unblock_s)
+        return min(own_s, self._picker.next_deadline(), *dealers)
 
     def on_time(self, now: float) -> list[Effect]:
         """Announce, ask, and take back what is due."""
-        if now >= min(self._flush_s, self._flush_all_s):
+        if now >= self._news.next_deadline():
             self._flush(now)
         overdue = self._picker.on_time(now)
         self._cancel(overdue.cancels)
@@ -406,19 +404,17 @@ class Swarm:
         self._effects += transfer.news(link, indices, to_source=to_source, undialable=undialable)
 
     def _flush(self, now: float) -> None:
-        self._flush_s = math.inf
-        mesh, all_due = self._mesh, now >= self._flush_all_s
-        if all_due:
-            self._flush_all_s = math.inf
+        mesh = self._mesh
+        all_due = self._news.take(now, mesh=mesh)
         for transfer in self._transfers.values():
             if not transfer.fresh:
                 continue
             fresh, everybody = sorted(transfer.fresh), all_due or transfer.held.complete
             for link in transfer.followers:
                 waits = self._from_source(link) or link in self.reach.undialable
-                if waits or (everybody if mesh else transfer.is_news(link, fresh)):
+                if waits or (everybody and (mesh or transfer.is_news(link, fresh))):
                     self._announce(transfer, link, fresh)
-            if everybody or not mesh:
+            if everybody:
                 transfer.fresh = []
 
     def _lose(self, transfer: Transfer, index: int, now: float) -> None:
@@ -479,7 +475,7 @@ class Swarm:
         fanout = None if self._mesh else self._settings.push_fanout
         while self._uploads.may_start(now):
             free = [link for link, box in self._uploads.in_turn() if link in known and box.has_room]
-            choice = dealer.deal(free, known, fanout, now)
+            choice = dealer.deal(free, known, fanout, now, linked=self._nodes)
             if choice is None:
                 choice = dealer.help(free, known)
                 if choice is None:

@@ -2,6 +2,7 @@ import pytest
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import (
+    GATHER_S,
     REDEAL_MIN_S,
     UNMEASURED_DEALS_MAX,
     WAIT_S,
@@ -17,7 +18,8 @@ RELAYS = [PeerId(name) for name in "abc"]
 class Deals:
     """A dealer whose relays pass chunks on at given rates, one relay after the other's links."""
 
-    def __init__(self, count=401, relays=RELAYS, push=True):
+    def __init__(self, count=401, relays=RELAYS, push=True, linked=0):
+        self.linked = linked
         self.rates = RelayRates()
         self.dealer = Dealer(count, CHUNK, self.rates, push=push, backlog_max_s=1.5)
         self.known = {relay: ChunkSet(count) for relay in relays}
@@ -29,7 +31,8 @@ class Deals:
 
     def deal(self, now, fanout=None, candidates=None):
         """Deal and send one chunk; return the relay and the chunk."""
-        choice = self.dealer.deal(candidates or list(self.known), self.known, fanout, now)
+        peers = candidates or list(self.known)
+        choice = self.dealer.deal(peers, self.known, fanout, now, linked=self.linked)
         if choice is not None:
             relay, index = choice
             self.known[relay].add(index)
@@ -407,3 +410,31 @@ def test_a_relay_that_passes_nothing_on_is_tried_ever_less_also_over_many_small_
     rates.passed_on(a)
     rates.tried(a, now)
     assert rates.is_to_try(a, now + 1.0), "one that works is believed at once"
+
+
+def test_the_first_to_follow_are_dealt_one_chunk_until_all_do():
+    deals = Deals(relays=RELAYS[:2], linked=3)
+    assert {deals.deal(0.0)[0], deals.deal(0.0)[0]} == {"a", "b"}
+    assert deals.deal(0.01) is None
+    deals.dealer.relay_joined("c", now=0.02)
+    deals.known["c"] = ChunkSet(401)
+    deals.dealt["c"] = []
+    assert deals.deal(0.02)[0] == "c"
+    assert {deals.deal(0.02)[0] for _ in range(3)} == set("abc")
+
+
+def test_who_never_follows_is_not_waited_for():
+    deals = Deals(relays=RELAYS[:2], linked=3)
+    assert {deals.deal(0.0)[0], deals.deal(0.0)[0]} == {"a", "b"}
+    assert deals.deal(0.01) is None
+    due_s = deals.dealer.next_deadline()
+    assert due_s <= GATHER_S
+    deals.dealer.on_time(due_s)
+    assert deals.deal(due_s) is not None
+
+
+def test_known_relays_do_not_wait_for_those_to_come():
+    deals = Deals(relays=RELAYS[:2], linked=3)
+    for relay in RELAYS[:2]:
+        deals.rates.of(relay).penalise(2e6)
+    assert all(deals.deal(0.0) for _ in range(8))
