@@ -29,8 +29,15 @@ from coordinator.membership import (
 )
 from coordinator.run_state import RunState
 from coordinator.schema import MemberRow, stored
+from echo2p2p.broadcast.overlay import (
+    SOURCE_LINKS_MAX,
+    Neighbours,
+    link_newcomer,
+    plan_overlay,
+    plan_source_links,
+    unlink,
+)
 from echo2p2p.broadcast.overlay import Member as OverlayMember
-from echo2p2p.broadcast.overlay import Neighbours, link_newcomer, plan_overlay, unlink
 from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.errors import EchoError
 from echo2p2p.ids import SOURCE, Incarnation, PeerId
@@ -106,6 +113,8 @@ class Roster:
         self._entropy = entropy
         self._journal = journal
         self._overlay: Neighbours = {}
+        self._at_source: frozenset[PeerId] = frozenset()
+        """Who is to be linked to our own relay."""
         self._overlay_rng = entropy.rng("overlay")
         self._replan_s = math.inf
         self._woken = trio.lowlevel.ParkingLot()
@@ -273,9 +282,10 @@ class Roster:
             activation = "drain"
         elif member.engine == "none":
             activation = "idle"
+        at_source = member.peer_id in self._at_source
         return Plan(
             activation=activation,
-            neighbours=[Neighbour(peer_id=SOURCE, address=self._source)]
+            neighbours=[Neighbour(peer_id=SOURCE, address=self._source)] * at_source
             + [
                 Neighbour(peer_id=other, address=self._address(other))
                 for other in self._overlay.get(member.peer_id, ())
@@ -290,6 +300,8 @@ class Roster:
 
     def _take_in(self, newcomer: Member) -> None:
         """Give a newcomer neighbours at once."""
+        if len(self._at_source) < SOURCE_LINKS_MAX:
+            self._at_source |= {newcomer.peer_id}
         if len(self._members) > MESH_NODES_MAX and newcomer.peer_id not in self._overlay:
             others = [
                 member.peer_id
@@ -312,19 +324,21 @@ class Roster:
     def _replan(self) -> None:
         """Plan the overlay anew from the links that there are."""
         self._replan_s = math.inf
+        members = [
+            OverlayMember(
+                member.peer_id,
+                capacity=member.uplink_bytes_per_s,
+                dialable=member.relay is not None,
+            )
+            for member in self._members.live()
+        ]
         self._overlay = plan_overlay(
-            [
-                OverlayMember(
-                    member.peer_id,
-                    capacity=member.uplink_bytes_per_s,
-                    dialable=member.relay is not None,
-                )
-                for member in self._members.live()
-            ],
+            members,
             degree=self._settings.degree,
             rng=self._overlay_rng,
             keep={peer_id: set(others) for peer_id, others in self._overlay.items()},
         )
+        self._at_source = plan_source_links(members, keep=self._at_source)
         self._tell_uplinks()
 
     def _tell_uplinks(self) -> None:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from echo2p2p.broadcast.overlay import Member, plan_overlay
-from echo2p2p.ids import PeerId
+from echo2p2p.broadcast.overlay import Member, plan_overlay, plan_source_links
+from echo2p2p.ids import SOURCE, PeerId
 
 GOODPUT: Final = 0.956
 RATE_MBIT: Final = 20.0
@@ -106,9 +106,10 @@ def bound_of(payload_bytes: int, lines: Sequence[Line]) -> Bound:
 def plan_neighbours(
     ids: Sequence[PeerId], lines: Sequence[Line], seed: int
 ) -> dict[PeerId, tuple[PeerId, ...]]:
-    """Return whom each peer is linked to, beside the source, as a coordinator plans it."""
+    """Return whom each peer is linked to, and the source, as a coordinator plans it."""
     members = [
         Member(peer_id, line.up_bytes_per_s, line.reachable)
         for peer_id, line in zip(ids, lines[1:], strict=True)
     ]
-    return plan_overlay(members, rng=random.Random(seed))  # noqa: S311 - to be repeatable
+    overlay = plan_overlay(members, rng=random.Random(seed))  # noqa: S311 - to be repeatable
+    return {**overlay, SOURCE: tuple(sorted(plan_source_links(members)))}

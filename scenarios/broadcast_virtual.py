@@ -105,10 +105,10 @@ async def _relay(case: Case, lines: list[Line], seed: int) -> Outcome:
         payload = make_payload(relays, case.payload_bytes)
         ids = [relays.peer_id(name) for name in names[1:]]
         overlay: dict[PeerId, tuple[PeerId, ...]] = plan_neighbours(ids, lines, seed)
-        links = sum(map(len, overlay.values())) // 2 + len(ids)
+        links = (sum(map(len, overlay.values())) + len(overlay[SOURCE])) // 2
         for first in range(0, len(names), JOIN_AT_ONCE):
             # A source shakes hands with so many at once; more would come back later.
-            relays.link_up({**overlay, SOURCE: tuple(ids)}, names[first : first + JOIN_AT_ONCE])
+            relays.link_up(overlay, names[first : first + JOIN_AT_ONCE])
             await trio.sleep(JOIN_EVERY_S)
         await relays.wait_linked(links)
         outcome = await _clocked(case, _Net(network, relays, payload))

@@ -4,7 +4,8 @@ Half of the links are drawn by capacity, so that chunks reach good uplinks early
 so that the graph has no thin waist. The result is connected as far as it can be: two peers that
 cannot be dialled can never be linked. It is planned anew when membership has changed, but from the
 old links, which are kept: a link that exists costs nothing, a new one a handshake and an empty
-window. A newcomer to a large run does not wait for that (`link_newcomer`).
+window. A newcomer to a large run does not wait for that (`link_newcomer`). In a very large one not
+all are linked to the source (`plan_source_links`); the rest have everything from their neighbours.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.ids import PeerId
 
 DEGREE: Final = 16
+
+SOURCE_LINKS_MAX: Final = 128
+"""Peers that the source is linked to: it gives each chunk to one of them, and what a link costs it
+should not grow with the run."""
+
+STAYS: Final = 2.0
+"""So many times the uplink of one that is linked to the source another must have to replace it."""
 
 _ATTEMPTS: Final = 64
 """Draws for one link before it is left out; unlucky draws hit old links or undialable pairs."""
@@ -101,6 +109,26 @@ def unlink(plan: Neighbours, gone: PeerId) -> None:
     """Take a peer out of a plan, in place."""
     for other in plan.pop(gone, ()):
         plan[other] = tuple(peer_id for peer_id in plan[other] if peer_id != gone)
+
+
+def plan_source_links(
+    members: Sequence[Member],
+    *,
+    most: int = SOURCE_LINKS_MAX,
+    keep: AbstractSet[PeerId] = frozenset(),
+) -> frozenset[PeerId]:
+    """Return who is linked to the source: all, or of many those with the widest uplinks.
+
+    Args:
+        members: Distinct.
+        most: Links that it may have.
+        keep: Who was linked before; they stay if they can.
+    """
+
+    def rank(member: Member) -> tuple[float, PeerId]:
+        return -member.capacity * (STAYS if member.peer_id in keep else 1.0), member.peer_id
+
+    return frozenset(member.peer_id for member in sorted(members, key=rank)[:most])
 
 
 class _Graph:

@@ -228,7 +228,10 @@ class RelayNet:
         overlay: Mapping[PeerId, Collection[PeerId]] | None = None,
         names: Collection[str] | None = None,
     ) -> None:
-        """Tell everybody, or those called so, of everybody, or of those that ``overlay`` names."""
+        """Tell everybody, or those called so, of everybody, or of those that ``overlay`` names.
+
+        If it names the source's neighbours, others are not linked to it.
+        """
         everybody = {
             self.peer_id(member.name): Neighbour(
                 peer_id=self.peer_id(member.name), address=member.address
@@ -237,11 +240,12 @@ class RelayNet:
         }
         for name, member in self.members.items():
             if names is None or name in names:
-                chosen = overlay.get(self.peer_id(name)) if overlay else None
+                peer_id = self.peer_id(name)
+                chosen = overlay.get(peer_id) if overlay else None
+                at_source = not overlay or peer_id in overlay.get(SOURCE, [peer_id])
                 plan = [everybody[one] for one in (everybody if chosen is None else chosen)]
-                member.node.set_neighbours(
-                    plan, self.source.address, mesh=len(everybody) <= MESH_NODES_MAX
-                )
+                source = self.source.address if at_source else None
+                member.node.set_neighbours(plan, source, mesh=len(everybody) <= MESH_NODES_MAX)
 
     async def wait_linked(self, links: int | None = None) -> None:
         """Wait until there are so many links in all (default: all pairs, the source included)."""

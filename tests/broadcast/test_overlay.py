@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2p2p.broadcast.overlay import DEGREE, Member, link_newcomer, plan_overlay, unlink
+from echo2p2p.broadcast.overlay import (
+    DEGREE,
+    SOURCE_LINKS_MAX,
+    Member,
+    link_newcomer,
+    plan_overlay,
+    plan_source_links,
+    unlink,
+)
 from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.ids import PeerId
 
@@ -136,3 +144,22 @@ def test_newcomers_are_spread_over_those_who_have_few_links():
     for number in range(100):
         link_newcomer(plan, PeerId(f"n{number}"), list(plan), links=8, rng=random.Random(number))
     assert max(map(len, plan.values())) <= 3 * DEGREE
+
+
+def test_the_source_is_linked_to_all_or_to_the_widest_uplinks():
+    few, many = members(SOURCE_LINKS_MAX), members(1000, capacity=lambda i: i % 10)
+    assert plan_source_links(few) == {one.peer_id for one in few}
+    chosen = plan_source_links(many)
+    assert len(chosen) == SOURCE_LINKS_MAX
+    assert {one.capacity for one in many if one.peer_id in chosen} == {8, 9}
+
+
+def test_who_is_linked_to_the_source_stays_until_another_is_much_better():
+    nodes = members(10, capacity=lambda i: 10 + i)
+    before = frozenset(one.peer_id for one in nodes[:3])
+    assert plan_source_links(nodes, most=3, keep=before) == before
+    best = Member(PeerId("best"), 30.0)
+    after = plan_source_links([*nodes, best], most=3, keep=before)
+    assert best.peer_id in after
+    assert len(after & before) == 2
+    assert plan_source_links(nodes[1:], most=3, keep=before) >= before - {nodes[0].peer_id}

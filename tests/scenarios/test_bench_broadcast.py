@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from echo2p2p.errors import ConfigError, EchoError
-from echo2p2p.ids import PeerId
+from echo2p2p.ids import SOURCE, PeerId
 from scenarios import bench_broadcast, broadcast_plot, namespaces
 from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import (
@@ -94,6 +94,7 @@ def test_neighbours_are_mutual_and_never_two_that_cannot_be_dialled(kind, peers)
     ids = [PeerId(f"{place:064x}") for place in range(peers)]
     plan = plan_neighbours(ids, lines, seed=1)
     hidden = {one for one, line in zip(ids, lines[1:], strict=True) if not line.reachable}
+    assert set(plan.pop(SOURCE)) == set(ids)
     for one, others in plan.items():
         assert others
         assert all(one in plan[other] for other in others)
