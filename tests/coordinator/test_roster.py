@@ -1,5 +1,6 @@
 """Membership with its consequences: keys, rows, leases, plans; also over our own restarts."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -442,6 +443,28 @@ async def test_in_a_large_run_newcomers_have_neighbours_at_once_and_plans_wait_f
         assert len(planned) == 1
         await trio.sleep(REPLAN_S + 0.1)
         assert len(planned) == 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_in_a_very_large_run_not_all_are_linked_to_the_source(
+    autojump_clock, disk: SimDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster, "SOURCE_LINKS_MAX", 20)
+    monkeypatch.setattr(roster, "plan_source_links", partial(overlay.plan_source_links, most=20))
+    async with open_bench(disk) as bench, trio.open_nursery() as nursery:
+        nursery.start_soon(bench.roster.run)
+        plans = [(await bench.join(f"p{number}")).plan for number in range(30)]
+        assert [SOURCE in neighbours(plan) for plan in plans] == [True] * 20 + [False] * 10
+        assert all(len(plan.neighbours) >= 4 for plan in plans[8:])
+
+        def linked() -> int:
+            live = bench.state.members.live()
+            return sum(SOURCE in neighbours(bench.roster.plan_for(one)) for one in live)
+
+        for member in list(bench.state.members.live())[:5]:
+            await bench.roster.leave(member.peer_id, member.incarnation, "")
+        await trio.sleep(REPLAN_S + 0.1)
+        assert linked() == 20
         nursery.cancel_scope.cancel()
 
 
