@@ -7,31 +7,23 @@ from echo2p2p.net.ports import Endpoint
 from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.relays import RUN_ID, RelayNet
+from echo2p2p.testing.streams import PassingStream
 from echo2p2p.wire.frames import encode_frame
 from echo2p2p.wire.handshake import NONCE_BYTES, Self
 from echo2p2p.wire.messages import Neighbour, Want
 
 
-class Gluing:
+class Gluing(PassingStream):
     """A stream whose sends from the second on, of the handshake's proof, come out at once."""
 
     def __init__(self, inner, behind):
-        self.inner = inner
+        super().__init__(inner)
         self.behind = behind
         self.sent = 0
 
     async def send_all(self, data):
         self.sent += 1
         await self.inner.send_all(data + self.behind if self.sent == 2 else data)
-
-    async def wait_send_all_might_not_block(self):
-        await self.inner.wait_send_all_might_not_block()
-
-    async def receive_some(self, max_bytes=None):
-        return await self.inner.receive_some(max_bytes)
-
-    async def aclose(self):
-        await self.inner.aclose()
 
 
 async def a_moment():

@@ -19,6 +19,7 @@ from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.relays import RelayNet, RunKeys, wait_whole
+from echo2p2p.testing.streams import PassingStream
 from echo2p2p.testing.system import MemoryState
 from echo2p2p.weights.assembly import Assembly
 
@@ -196,24 +197,12 @@ class TamperingStreams:
         )
 
 
-class TamperingStream(trio.abc.Stream):
-    def __init__(self, inner):
-        self.inner = inner
-
+class TamperingStream(PassingStream):
     async def send_all(self, data):
         data = bytearray(data)
         if len(data) > 10_000:
             data[len(data) // 2] ^= 0x40
         await self.inner.send_all(data)
-
-    async def wait_send_all_might_not_block(self):
-        await self.inner.wait_send_all_might_not_block()
-
-    async def receive_some(self, max_bytes=None):
-        return await self.inner.receive_some(max_bytes)
-
-    async def aclose(self):
-        await self.inner.aclose()
 
 
 async def test_a_relay_that_corrupts_chunks_is_cut_off_and_hurts_nobody(autojump_clock):

@@ -35,6 +35,7 @@ from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
 from echo2p2p.testing.relays import RunKeys
+from echo2p2p.testing.streams import PassingStream
 from echo2p2p.wire.frames import ChunkPayload
 from echo2p2p.wire.messages import Ping
 
@@ -215,25 +216,17 @@ async def test_without_a_cap_nothing_is_kept(autojump_clock):
 # --- links in virtual time ----------------------------------------------------------------------
 
 
-class Counted(trio.abc.Stream):
+class Counted(PassingStream):
     """A stream that notes what it takes in, and when."""
 
     def __init__(self, inner: trio.abc.Stream, notes: list[tuple[float, int]]) -> None:
-        self.inner, self.notes = inner, notes
+        super().__init__(inner)
+        self.notes = notes
 
     async def receive_some(self, max_bytes=None):
         data = await self.inner.receive_some(max_bytes)
         self.notes.append((trio.current_time(), len(data)))
         return data
-
-    async def send_all(self, data):
-        await self.inner.send_all(data)
-
-    async def wait_send_all_might_not_block(self):
-        await self.inner.wait_send_all_might_not_block()
-
-    async def aclose(self):
-        await self.inner.aclose()
 
 
 async def one_way(
