@@ -377,6 +377,7 @@ class PeerApp:
                     restarts_max=engine.restarts_max,
                     generate_timeout_s=engine.generate_timeout_s,
                     journal=self._ports.journal,
+                    offload=self._ports.offload,
                 )
                 outer.start_soon(self._keeper.run)
         elif self._weights.layout.digest != layout.digest:

@@ -26,7 +26,7 @@ from echo2p2p.testing.system import MemoryState
 from echo2p2p.wire.arrays import from_logprobs
 from echo2p2p.wire.messages import Lease, Sample
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
-from peer.engine.calls import LoadCall
+from peer.engine.calls import LoadCall, ProveCall
 from scenarios.fake_engine import FakeEngine
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Worker:
         state.view[:] = data
         return _run(lambda: self._engine.load(Version(call.version), state))
 
-    def prove(self, _: None, __: Report) -> Digest:
+    def prove(self, _: ProveCall, __: Report) -> Digest:
         """Prove it."""
         return _run(self._engine.prove)
 
@@ -102,7 +102,7 @@ def main() -> None:
         {
             "start": Method(EngineSetup, worker.start, beats=True),
             "load": Method(LoadCall, worker.load),
-            "prove": Method(type(None), worker.prove),
+            "prove": Method(ProveCall, worker.prove),
             "generate": Method(list[Lease], worker.generate),
         },
         beat_s=0.2,

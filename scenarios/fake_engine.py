@@ -22,16 +22,21 @@ from numpy.typing import NDArray
 
 from echo2p2p.errors import EngineError
 from echo2p2p.ids import Digest, Version
+from echo2p2p.limits import MIB
 from echo2p2p.net.ports import SharedState
-from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.layout import Layout, elements_of, flat_bytes
 from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import Places, digest_selected, touched_parts
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
 from peer.engine.answers import positions_of, vocabulary_of
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport, Selection
 from peer.engine.refusal import refusal_of
+from peer.touched import Touched
 from scenarios.parts import CHARACTERS, FIRST_CHARACTER, Life, Pace
 
+KEPT_BYTES: Final = 16 * MIB
+"""A smaller model's bits are kept, so that only what changes need be loaded."""
 THOUGHT: Final = FIRST_CHARACTER + CHARACTERS.index(".")
 
 
@@ -44,6 +49,10 @@ class EngineFaults:
     die_at_load: int | None = None
     wrong_weights_at_load: int | None = None
     """One bit differs from what was given: `FakeEngine.prove` tells."""
+    wrong_weights_from_load: int | None = None
+    """As before, at this load and all after it."""
+    skipped_load: int | None = None
+    """Nothing is loaded, and nothing said."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,7 @@ class FakeEngine:
         self._layout: Layout | None = None
         self._model_config = "{}"
         self._loaded: tuple[Version, Digest] | None = None
+        self._bits = bytearray()
         self._loads = 0
         self._generates = 0
 
@@ -129,26 +139,48 @@ class FakeEngine:
             kind="fake", device="none", dtype=setup.dtype, memory_bytes=setup.layout.total_bytes
         )
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
         """See `Engine`."""
         self._loads += 1
-        self._loaded = None
+        before, self._loaded = self._loaded, None
         if self._loads == self._faults.die_at_load:
             self.kill()
         await self._life.spend(self._load_s)
         layout = self._started()
-        bits = bytearray(state.view)
-        if len(bits) != layout.total_bytes:
-            raise EngineError(f"a state of {len(bits)} bytes for {layout.total_bytes}")
-        if self._loads == self._faults.wrong_weights_at_load:
+        if len(state.view) != layout.total_bytes:
+            raise EngineError(f"a state of {len(state.view)} bytes for {layout.total_bytes}")
+        sparse = bool(touched and before and self._bits and touched.base == before[0])
+        bits = self._bits if sparse else bytearray(layout.total_bytes)
+        if self._loads != self._faults.skipped_load:
+            self._copy(bits, state.view, touched.places if sparse and touched else None)
+        first_wrong = self._faults.wrong_weights_from_load
+        wrong = first_wrong is not None and self._loads >= first_wrong
+        if wrong or self._loads == self._faults.wrong_weights_at_load:
             bits[len(bits) // 2] ^= 1
+        self._bits = bits if len(bits) <= KEPT_BYTES else bytearray()
         self._loaded = version, state_digest(layout, bits)
-        return LoadReport(version=version, seconds=self._load_s)
+        return LoadReport(version=version, seconds=self._load_s, sparse=sparse)
 
-    async def prove(self) -> Digest:
+    def _copy(self, bits: bytearray, state: memoryview, places: Places | None) -> None:
+        if places is None:
+            bits[:] = state
+            return
+        layout = self._started()
+        old, new = flat_bytes(layout, bits, writable=True), flat_bytes(layout, state)
+        for part in touched_parts(layout, places):
+            tensor = layout.tensors[part.tensor]
+            elements_of(old, tensor)[part.elements] = elements_of(new, tensor)[part.elements]
+
+    async def prove(self, selection: Selection | None = None) -> Digest:
         """See `Engine`."""
         await self._life.spend(0)
-        return self._label()[1]
+        digest = self._label()[1]
+        if selection is None:
+            return digest
+        places = selection.touched.places
+        return digest_selected(self._started(), self._bits, places, selection.window)
 
     async def generate(self, leases: list[Lease], *, timeout_s: float = inf) -> list[Generated]:
         """See `Engine`."""

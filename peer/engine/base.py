@@ -12,7 +12,9 @@ from typing import Final, Protocol
 
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedState
+from echo2p2p.weights.touched import Window
 from echo2p2p.wire.messages import LayoutTable, Lease, Sample
+from peer.touched import Touched
 
 GENERATE_TIMEOUT_S: Final = 1800.0
 """For whoever knows no better."""
@@ -67,10 +69,20 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Weights are in place, and proved."""
+    """Weights are in place, and not proved yet."""
 
     version: Version
     seconds: float
+    sparse: bool = False
+    """Only what was touched was written; the rest is what it was before."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a proof looks at after a sparse load."""
+
+    touched: Touched
+    window: Window
 
 
 @dataclass(frozen=True)
@@ -98,19 +110,29 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
-        """Read the whole flat state into the engine and label it ``version``.
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
+        """Read the flat state into the engine and label it ``version``.
+
+        Args:
+            version: The state's.
+            state: All of it.
+            touched: Elements that differ from a base. An engine that has loaded this base writes
+                only these; any other loads everything. The report says which it was.
 
         Raises:
-            EngineError: The engine is gone or refused the weights: close and start a new one.
+            EngineError: The engine is gone or refused the weights.
         """
         ...
 
-    async def prove(self) -> Digest:
-        """Return the state digest of the tensors that the kernels really use, read back.
+    async def prove(self, selection: Selection | None = None) -> Digest:
+        """Return the digest of the tensors that the kernels really use, read back.
 
-        The caller compares it with the manifest's ``result_digest``; no work may be taken for a
-        version before they are equal.
+        Of all of them it is the state digest, which the caller compares with the manifest's
+        ``result_digest``. After a sparse load the caller may ask for a selection, and compares with
+        what it makes of its own state (`digest_selected`). No work may be taken for a version
+        before they are equal.
 
         Raises:
             EngineError: The engine is gone.

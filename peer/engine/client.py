@@ -17,8 +17,10 @@ from peer.engine.base import (
     EngineSetup,
     Generated,
     LoadReport,
+    Selection,
 )
-from peer.engine.calls import LoadCall, PhaseReply
+from peer.engine.calls import LoadCall, PhaseReply, ProveCall, TouchedFile
+from peer.touched import Touched
 
 
 class EngineProcess:
@@ -74,16 +76,19 @@ class EngineProcess:
             progress_kind=PhaseReply,
         )
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
         """Read the shared state; see the port."""
         if not state.path:
             raise LocalProtocolError("an engine process needs a shared state in a file")
-        call = LoadCall(version, state.path)
+        call = LoadCall(version, state.path, TouchedFile.of(touched))
         return await self.child.call("load", call, LoadReport, timeout_s=self._load_timeout_s)
 
-    async def prove(self) -> Digest:
+    async def prove(self, selection: Selection | None = None) -> Digest:
         """Read the live weights back; see the port."""
-        digest = await self.child.call("prove", None, bytes, timeout_s=self._prove_timeout_s)
+        call = ProveCall.of(selection)
+        digest = await self.child.call("prove", call, bytes, timeout_s=self._prove_timeout_s)
         return Digest(digest)
 
     async def generate(

@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2p2p.errors import ConfigError, EngineError
@@ -26,11 +27,12 @@ from echo2p2p.ids import Digest, Version
 from echo2p2p.net.child_worker import Stopwatch, resident_bytes
 from echo2p2p.net.memory import map_state
 from echo2p2p.weights.layout import Layout
-from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import Part, selection_bytes, touched_parts
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
 from peer.engine import trial
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.calls import EVERYTHING, ProveCall, TouchedFile, parts_of, proof_of
 from peer.engine.hf_batch import Batch
 from peer.engine.model_config import plain_config, unusable
 from peer.engine.refusal import refusal_of
@@ -121,38 +123,60 @@ class HfEngine:
     # --- weights ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, version: Version, path: str) -> LoadReport:
-        """Copy the shared state into the live parameters."""
+    def load(self, version: Version, path: str, touched: TouchedFile | None = None) -> LoadReport:
+        """Copy the shared state, or what was touched of it, into the live parameters."""
         watch = Stopwatch()
+        sparse = touched is not None and touched.base == self._version
         self._version = None
         mapped = map_state(path, self._layout.total_bytes, writable=False)
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
-        for entry, spec in zip(self._layout.tensors, self._setup.layout.tensors, strict=True):
-            raw = flat[entry.offset : entry.offset + entry.bytes]
-            if entry.offset % entry.item_bytes:
-                raw = raw.clone()
-            source = raw.view(STATE_DTYPES[spec.dtype]).view(spec.shape)
-            self._names[spec.name].copy_(source)
-        del flat, raw, source
+        if sparse and touched is not None:
+            for part in touched_parts(self._layout, touched.places()):
+                self._write(flat, part)
+        else:
+            for number, entry in enumerate(self._layout.tensors):
+                self._write(flat, Part(number, slice(0, entry.elements)))
+        del flat
         mapped.close()
         self._version = version
-        return LoadReport(version=version, seconds=watch.seconds())
+        return LoadReport(version=version, seconds=watch.seconds(), sparse=sparse)
+
+    def _write(self, flat: Tensor, part: Part) -> None:
+        """Copy some elements of a tensor from a flat state."""
+        entry, spec = self._layout.tensors[part.tensor], self._setup.layout.tensors[part.tensor]
+        raw = flat[entry.offset : entry.offset + entry.bytes]
+        if entry.offset % entry.item_bytes:
+            raw = raw.clone()
+        source, live = raw.view(STATE_DTYPES[spec.dtype]), self._names[spec.name]
+        if isinstance(part.elements, slice):
+            live.copy_(source.view(spec.shape))
+        else:
+            where = torch.from_numpy(part.elements)
+            live.view(-1)[where.to(live.device)] = source[where].to(live.device, live.dtype)
 
     @torch.no_grad()
-    def prove(self) -> Digest:
-        """Return the state digest of the parameters as they are."""
+    def prove(self, call: ProveCall = EVERYTHING) -> Digest:
+        """Return the digest of the parameters as they are, or of what is selected of them."""
         self._label()
-        state = bytearray(self._layout.total_bytes)
-        flat = torch.frombuffer(state, dtype=torch.uint8)
+        parts = parts_of(self._layout, call)
+        bits = bytearray(selection_bytes(self._layout, parts))
+        out, at = torch.frombuffer(bits, dtype=torch.uint8) if bits else torch.empty(0), 0
         live = self._model.state_dict(keep_vars=True)
-        for entry, spec in zip(self._layout.tensors, self._setup.layout.tensors, strict=True):
+        for part in parts:
+            spec = self._setup.layout.tensors[part.tensor]
             tensor = live[spec.name].detach()
             if any(live[name].data_ptr() != tensor.data_ptr() for name in spec.tied):
                 raise EngineError(f"{spec.name} is no longer tied to {', '.join(spec.tied)}")
-            bits = tensor.to("cpu", STATE_DTYPES[spec.dtype]).reshape(-1)
-            flat[entry.offset : entry.offset + entry.bytes].copy_(bits.view(torch.uint8))
-        del flat
-        return state_digest(self._layout, state)
+            chosen: slice | Tensor
+            if isinstance(part.elements, slice):
+                chosen = part.elements
+            else:
+                chosen = torch.from_numpy(part.elements).to(tensor.device)
+            read = tensor.reshape(-1)[chosen].to("cpu", STATE_DTYPES[spec.dtype]).view(torch.uint8)
+            out[at : at + read.numel()].copy_(read)
+            at += read.numel()
+        del out
+        return proof_of(self._layout, call, bits)
 
     def _label(self) -> Version:
         if self._version is None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import torch
 
 from echo2p2p.errors import ConfigError, EngineError
@@ -31,7 +32,7 @@ from echo2p2p.net.child_worker import Stopwatch, one_line
 from echo2p2p.net.memory import map_state
 from echo2p2p.net.process_memory import tree_memory
 from echo2p2p.weights.layout import Layout
-from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import selection_bytes
 from echo2p2p.wire import codec
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
@@ -44,6 +45,7 @@ from peer.engine.base import (
     LoadReport,
     Option,
 )
+from peer.engine.calls import EVERYTHING, ProveCall, TouchedFile, parts_of, proof_of
 from peer.engine.model_config import plain_config
 from peer.engine.refusal import refusal_of
 
@@ -179,28 +181,35 @@ class VllmEngine:
 
     # --- weights ------------------------------------------------------------------------------
 
-    def load(self, version: Version, path: str) -> LoadReport:
-        """Copy the shared state into the live parameters."""
+    def load(self, version: Version, path: str, touched: TouchedFile | None = None) -> LoadReport:
+        """Copy the shared state, or what was touched of it, into the live parameters."""
         watch = Stopwatch()
+        sparse = touched is not None and touched.base == self._version
         self._version = None
-        self._llm.collective_rpc("echo_load", args=(path,))
+        if sparse:
+            arguments = (path, msgspec.msgpack.encode(touched))
+            self._llm.collective_rpc("echo_load_touched", args=arguments)
+        else:
+            self._llm.collective_rpc("echo_load", args=(path,))
         if not self._llm.reset_prefix_cache():
             raise EngineError("vLLM keeps prompts of the last version: a request still runs")
         self._version = version
-        return LoadReport(version=version, seconds=watch.seconds())
+        return LoadReport(version=version, seconds=watch.seconds(), sparse=sparse)
 
-    def prove(self) -> Digest:
-        """Return the state digest of what the kernels use, read back from every rank."""
+    def prove(self, call: ProveCall = EVERYTHING) -> Digest:
+        """Return the digest of what the kernels use, read back from every rank."""
         self._label()
+        size = selection_bytes(self._layout, parts_of(self._layout, call))
         descriptor = os.memfd_create("read-back")
         try:
-            os.ftruncate(descriptor, self._layout.total_bytes)
+            os.ftruncate(descriptor, size)
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
             for rank in range(self._ranks):
-                self._llm.collective_rpc("echo_read_back", args=(path, rank))
-            state = map_state(path, self._layout.total_bytes, writable=False)
-            digest = state_digest(self._layout, memoryview(state))
-            state.close()
+                arguments = (path, rank, msgspec.msgpack.encode(call))
+                self._llm.collective_rpc("echo_read_back", args=arguments)
+            bits = map_state(path, size, writable=False)
+            digest = proof_of(self._layout, call, memoryview(bits))
+            bits.close()
         finally:
             os.close(descriptor)
         return digest

@@ -12,7 +12,7 @@ from echo2p2p.net import child_worker
 from echo2p2p.net.child_worker import Method, Report
 from echo2p2p.wire.messages import Lease
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
-from peer.engine.calls import LoadCall, PhaseReply
+from peer.engine.calls import EVERYTHING, LoadCall, PhaseReply, ProveCall, TouchedFile
 
 Phase = Callable[[str], None]
 
@@ -23,10 +23,10 @@ class BlockingEngine(Protocol):
     def info(self) -> EngineInfo:
         """Return what the engine says of itself."""
 
-    def load(self, version: Version, path: str) -> LoadReport:
+    def load(self, version: Version, path: str, touched: TouchedFile | None = None) -> LoadReport:
         """Read the shared state in the file at ``path``."""
 
-    def prove(self) -> Digest:
+    def prove(self, call: ProveCall = EVERYTHING) -> Digest:
         """Return the digest of what the kernels use."""
 
     def generate(self, leases: Sequence[Lease]) -> list[Generated]:
@@ -67,11 +67,11 @@ class Worker:
 
     def load(self, call: LoadCall, _: Report) -> LoadReport:
         """See `Engine.load`."""
-        return self._started().load(Version(call.version), call.path)
+        return self._started().load(Version(call.version), call.path, call.touched)
 
-    def prove(self, _: None, __: Report) -> Digest:
+    def prove(self, call: ProveCall, _: Report) -> Digest:
         """See `Engine.prove`."""
-        return self._started().prove()
+        return self._started().prove(call)
 
     def generate(self, leases: list[Lease], _: Report) -> list[Generated]:
         """See `Engine.generate`."""
@@ -95,7 +95,7 @@ def main() -> None:
         {
             "start": Method(EngineSetup, worker.start, beats=True),
             "load": Method(LoadCall, worker.load),
-            "prove": Method(type(None), worker.prove),
+            "prove": Method(ProveCall, worker.prove),
             "generate": Method(list[Lease], worker.generate),
         },
     )

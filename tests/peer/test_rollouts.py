@@ -15,7 +15,7 @@ from echo2p2p.net.trust import JoinToken
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.http import SimHttp
 from echo2p2p.testing.journal import TraceJournal
-from echo2p2p.testing.system import MemoryState, SimEntropy
+from echo2p2p.testing.system import InlineOffload, MemoryState, SimEntropy
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire import codec
 from echo2p2p.wire.arrays import from_tokens
@@ -61,6 +61,7 @@ class Machine:
             setup=SETUP,
             restarts_max=3,
             journal=self.journal,
+            offload=InlineOffload(),
         )
         self.keeper.offer(weights(0))
 

@@ -17,6 +17,7 @@ from echo2p2p.ids import Version
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.net.process_memory import process_tree
 from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.system import InlineOffload
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.arrays import to_logprobs
 from peer.engine.base import EngineSetup, VllmSetup
@@ -59,6 +60,7 @@ class Slot:
             restarts_max=3,
             generate_timeout_s=generate_timeout_s,
             journal=self.journal,
+            offload=InlineOffload(),
         )
 
     def _make(self):
