@@ -36,7 +36,7 @@ class TouchedFile(msgspec.Struct, frozen=True):
     def places(self) -> Places:
         """Return the numbers, copied."""
         mapped = map_state(self.path, self.bytes, writable=False)
-        numbers: Places = np.frombuffer(mapped[8 * self.first : 8 * (self.first + self.count)], dtype="<i8", count=self.count)
+        numbers: Places = np.frombuffer(mapped, "<i8", self.count, 8 * self.first).copy()
         mapped.close()
         return numbers
 

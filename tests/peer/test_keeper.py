@@ -87,9 +87,7 @@ class Engine(FakeEngine):
 class Slot:
     """A keeper, its engines and its journal."""
 
-    def __init__(
-        self, *engines: Engine, restarts_max: int = 3, setup: EngineSetup = SETUP
-    ) -> None:
+    def __init__(self, *engines: Engine, restarts_max: int = 3, setup: EngineSetup = SETUP) -> None:
         self.engines: list[Engine] = []
         self.journal = TraceJournal()
         self._given = list(engines)
