@@ -85,7 +85,7 @@ def selected_parts(layout: Layout, places: Places, window: Window) -> list[Part]
     parts = list(touched_parts(layout, places))
     for number, tensor in enumerate(layout.tensors):
         first, past = window.first - tensor.offset, window.past - tensor.offset
-        if past <= 0 or first >= tensor.bytes:
+        if past <= 0 or first >= tensor.bytes or not tensor.elements:
             continue
         shape = layout.table.tensors[number].shape
         row = max(1, math.prod(shape[1:]))
