@@ -216,7 +216,7 @@ def check_kernels(
         model: With its weights.
         turn: Counts the checks: the next one looks at the next columns.
         touched: By the address of a parameter's memory, columns in which something has changed:
-            they are looked at, too, as a kernel that computes with old weights differs there.
+            a kernel that computes with old weights differs there, so they and one other do.
 
     Raises:
         EngineError: A kernel computes with other weights than its parameter's.
@@ -229,9 +229,10 @@ def check_kernels(
             if weight.ndim != 2 or 0 in weight.shape:  # packed, and the parameter dropped
                 raise EngineError(f"the weights of {path} are {list(weight.shape)}: packed")
             rows, width = weight.shape
-            count = min(width, -(-PROBED_ELEMENTS // rows))
+            changed = touched.get(weight.untyped_storage().data_ptr(), ())
+            count = 1 if changed else min(width, -(-PROBED_ELEMENTS // rows))
             chosen = [place % width for place in range(turn * count, (turn + 1) * count)]
-            chosen += touched.get(weight.untyped_storage().data_ptr(), ())
+            chosen += changed
             count, columns = len(chosen), torch.tensor(chosen, device=weight.device)
             one_hot = torch.zeros(count, width, dtype=weight.dtype, device=weight.device)
             one_hot[torch.arange(count, device=weight.device), columns] = 1

@@ -108,6 +108,7 @@ class WeightsExtension:
         mapped = map_state(path, self._echo_layout.total_bytes, writable=False)
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
         places = msgspec.msgpack.decode(touched, type=TouchedFile).places()
+        self._echo_columns.clear()
         with torch.no_grad():
             for part in touched_parts(self._echo_layout, places):
                 spec = self._echo_table.tensors[part.tensor]
