@@ -80,6 +80,8 @@ class EngineKeeper:
         setup: Passed to `Engine.start`.
         restarts_max: Failures in a row that are borne.
         offload: For digests of what a proof looks at.
+        in_flight: Whether a version that comes while a batch runs is loaded between two of its
+            tokens, instead of after it.
         generate_timeout_s: For a batch while the engine's pace is unknown, and at most.
     """
 
@@ -91,6 +93,7 @@ class EngineKeeper:
         restarts_max: int,
         journal: Journal,
         offload: Offload,
+        in_flight: bool = False,
         generate_timeout_s: float = 300.0,
     ) -> None:
         self._make_engine = make_engine
@@ -101,6 +104,8 @@ class EngineKeeper:
         self._offload = offload
         self._layout = Layout.from_table(setup.layout)
         self._sparse_loads = 0
+        self._in_flight = in_flight
+        self._generating: Engine | None = None
         self._vocabulary = vocabulary_of(setup.model_config)
         self._engine: Engine | None = None
         self._busy = trio.Lock()
@@ -124,9 +129,14 @@ class EngineKeeper:
     # --- weights ------------------------------------------------------------------------------
 
     def offer(self, weights: WeightState) -> None:
-        """Switch to this version as soon as the engine is free; the newest offer counts."""
+        """Switch to this version as soon as the engine is free; the newest offer counts.
+
+        In flight, it need not be free.
+        """
         self._wanted = weights
         self.changed.unpark_all()
+        if self._in_flight and self._generating is not None:
+            self._generating.interrupt()
 
     async def withdraw(self) -> None:
         """Take the offer back: from here to the next one the memory may be written.
@@ -169,14 +179,25 @@ class EngineKeeper:
             engine, version = self._engine, self.version
             if engine is None or version is None or self._lost is not None:
                 raise EngineError("the engine is being started again")
-            began = trio.current_time()
+            began, versions = trio.current_time(), [version]
+
+            async def between() -> None:
+                while self._behind():  # still: the offer may have been withdrawn
+                    await self._switch(engine)
+                    assert self.version is not None
+                    versions.append(self.version)
+
             try:
-                answers = await engine.generate(leases, timeout_s=self._patience_s(leases))
-                check_answers(leases, answers, version, self._vocabulary)
+                self._generating = engine
+                patience_s = self._patience_s(leases)
+                answers = await engine.generate(leases, timeout_s=patience_s, between=between)
+                check_answers(leases, answers, versions, self._vocabulary)
             except EngineError as error:
                 self._leases_max = max(1, len(leases) // 2)
                 self._fail(error)
                 raise
+            finally:
+                self._generating = None
         self._count(answers, trio.current_time() - began)
         return answers
 

@@ -25,8 +25,8 @@ from echo2p2p.net.child_worker import Method, Report, Stopwatch
 from echo2p2p.testing.system import MemoryState
 from echo2p2p.wire.arrays import from_logprobs
 from echo2p2p.wire.messages import Lease, Sample
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
-from peer.engine.calls import LoadCall, ProveCall
+from peer.engine.base import EngineInfo, EngineSetup, LoadReport
+from peer.engine.calls import BatchReply, LoadCall, ProveCall
 from scenarios.fake_engine import FakeEngine
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Worker:
         """Prove it."""
         return _run(self._engine.prove)
 
-    def generate(self, leases: list[Lease], _: Report) -> list[Generated]:
+    def generate(self, leases: list[Lease], _: Report) -> BatchReply:
         """Do as ordered."""
         print(f"{self._how} with {len(leases)} leases", flush=True)
         if self._how == "hang":
@@ -74,7 +74,7 @@ class Worker:
         answers = _run(lambda: self._engine.generate(leases))
         if self._how == "rubbish":
             answers = [replace(a, samples=tuple(map(_spoilt, a.samples))) for a in answers]
-        return answers
+        return BatchReply(answers)
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

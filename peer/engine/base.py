@@ -1,12 +1,12 @@
 """The port of an inference engine. Real engines run in a child process; the fake runs inline.
 
 The caller owns the flat state (a `SharedState`) and must not change it while `load` runs. Calls
-are made one at a time, except `close`.
+are made one at a time, except `close` and `interrupt`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -23,6 +23,8 @@ GENERATE_TIMEOUT_S: Final = 1800.0
 CACHE_BYTES_CPU: Final = 512 << 20
 """For vLLM's keys and values on a CPU, where it would take nine tenths of the machine."""
 
+Between = Callable[[], Awaitable[None]]
+"""What is done while a batch stands still."""
 Option = bool | int | float | str
 
 
@@ -50,6 +52,8 @@ class EngineSetup:
     """What the engine computes in; weights travel as they are in the layout. ``auto``: bfloat16
     for vLLM on a GPU, else float32."""
     vllm: VllmSetup = VllmSetup()
+    in_flight: bool = False
+    """Batches will be interrupted to change the weights under them."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +144,30 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, leases: list[Lease], *, timeout_s: float = GENERATE_TIMEOUT_S
+        self,
+        leases: list[Lease],
+        *,
+        timeout_s: float = GENERATE_TIMEOUT_S,
+        between: Between | None = None,
     ) -> list[Generated]:
         """Answer all leases as one batch, in their order.
+
+        When it is interrupted it stops after a token of each sample and awaits ``between``, which
+        may `load` and `prove`, and goes on with what is loaded then: what came before a token was
+        computed anew with the weights that this token is sampled with, and its log-prob is theirs.
 
         A lease that this model cannot answer (a prompt longer than its context, tokens that it
         does not have) is refused by itself; the others are answered.
 
         Raises:
             EngineError: The engine is gone or took longer than ``timeout_s``; the leases are lost.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Let a batch that is generating stop for its ``between``; returns at once.
+
+        A batch that is through before that need not stop; without one this does nothing.
         """
         ...
 

@@ -12,7 +12,7 @@ from echo2p2p.net.memory import map_state
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.state import state_digest
 from echo2p2p.weights.touched import Part, Places, Window, selected_parts, selection_digest
-from peer.engine.base import Selection
+from peer.engine.base import Generated, Selection
 from peer.touched import Touched
 
 
@@ -88,6 +88,13 @@ def proof_of(layout: Layout, call: ProveCall, bits: bytearray | memoryview) -> D
     if call.touched is None:
         return state_digest(layout, bits)
     return selection_digest(layout, bits)
+
+
+class BatchReply(msgspec.Struct, frozen=True):
+    """`Engine.generate`, or as far as it came before it was interrupted."""
+
+    answers: list[Generated] | None
+    """``None``: it stands still, until it is to go on."""
 
 
 class PhaseReply(msgspec.Struct, frozen=True):

@@ -11,8 +11,9 @@ from echo2p2p.ids import Digest, Version
 from echo2p2p.net import child_worker
 from echo2p2p.net.child_worker import Method, Report
 from echo2p2p.wire.messages import Lease
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
-from peer.engine.calls import EVERYTHING, LoadCall, PhaseReply, ProveCall, TouchedFile
+from peer.engine.base import EngineInfo, EngineSetup, LoadReport
+from peer.engine.batches import Answering
+from peer.engine.calls import EVERYTHING, BatchReply, LoadCall, PhaseReply, ProveCall, TouchedFile
 
 Phase = Callable[[str], None]
 
@@ -29,8 +30,8 @@ class BlockingEngine(Protocol):
     def prove(self, call: ProveCall = EVERYTHING) -> Digest:
         """Return the digest of what the kernels use."""
 
-    def generate(self, leases: Sequence[Lease]) -> list[Generated]:
-        """Answer leases."""
+    def begin(self, leases: Sequence[Lease]) -> Answering:
+        """Begin to answer leases; each turn of the result is a token of each sample."""
 
 
 def make_hf(setup: EngineSetup, phase: Phase) -> BlockingEngine:
@@ -54,11 +55,18 @@ KINDS = {"hf": make_hf, "vllm": make_vllm}
 
 
 class Worker:
-    """An engine of some kind behind the calls of a child process."""
+    """An engine of some kind behind the calls of a child process.
 
-    def __init__(self, kind: str) -> None:
+    Args:
+        kind: Which.
+        nudged: Whether a batch is to stand still.
+    """
+
+    def __init__(self, kind: str, nudged: Callable[[], bool]) -> None:
         self._make = KINDS[kind]
+        self._nudged = nudged
         self._engine: BlockingEngine | None = None
+        self._batch: Answering | None = None
 
     def start(self, setup: EngineSetup, report: Report) -> EngineInfo:
         """Build the engine, and say how far it is."""
@@ -73,9 +81,27 @@ class Worker:
         """See `Engine.prove`."""
         return self._started().prove(call)
 
-    def generate(self, leases: list[Lease], _: Report) -> list[Generated]:
+    def generate(self, leases: list[Lease], _: Report) -> BatchReply:
         """See `Engine.generate`."""
-        return self._started().generate(leases)
+        self._batch = self._started().begin(leases)
+        return self.resume(None, _)
+
+    def resume(self, _: None, __: Report) -> BatchReply:
+        """Go on until the batch is through, or we are nudged.
+
+        Raises:
+            EngineError: There is no batch.
+        """
+        if self._batch is None:
+            raise EngineError("no batch is under way")
+        try:
+            while True:
+                next(self._batch)
+                if self._nudged():
+                    return BatchReply(None)
+        except StopIteration as end:
+            self._batch = None
+            return BatchReply(end.value)
 
     def _started(self) -> BlockingEngine:
         if self._engine is None:
@@ -89,7 +115,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=sorted(KINDS), required=True)
     arguments = parser.parse_args()
     channel = child_worker.connect()
-    worker = Worker(arguments.kind)
+    worker = Worker(arguments.kind, channel.nudged)
     child_worker.serve(
         channel,
         {
@@ -97,6 +123,7 @@ def main() -> None:
             "load": Method(LoadCall, worker.load),
             "prove": Method(ProveCall, worker.prove),
             "generate": Method(list[Lease], worker.generate),
+            "resume": Method(type(None), worker.resume),
         },
     )
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import trio
 
 from echo2p2p.errors import ChildError, EngineError
 from echo2p2p.net.memory import FileMemory
@@ -15,6 +16,7 @@ from echo2p2p.weights.state import state_digest
 from echo2p2p.weights.touched import TURNS, digest_selected, next_window
 from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Sampling
+from peer.engine.answers import check_answers
 from peer.engine.base import EngineSetup, Selection, VllmSetup
 from peer.engine.client import EngineProcess
 from peer.touched import TouchLog
@@ -33,7 +35,7 @@ class FakeSubject:
         self.memory = SimSharedMemory()
 
     def make(self):
-        return FakeEngine()
+        return FakeEngine(seconds_per_token=0.001)
 
     def kill(self, engine):
         engine.kill()
@@ -246,7 +248,87 @@ def change(state, log, version, density):
     return digest
 
 
+async def a_batch_goes_on_under_other_weights(engine, state, log):
+    """In flight: every token is of the version that its label says."""
+    before = bytes(state.view)
+    await engine.load(4, state)
+    leases = [make_lease(name, range(4, 60), range(place, place + 4), tokens_max=60)
+              for place, name in ((10, "a"), (20, "b"))]  # fmt: skip
+    stops, through = [], trio.Event()
+
+    async def between():
+        stops.append(0)
+        if len(stops) == 2:
+            places = np.arange(0, LAYOUT.total_bytes, 2 * 151)
+            np.frombuffer(state.view, "<u2")[places // 2] ^= 0x60  # by half, and more
+            log.add(4, 5, places)
+            digest = state_digest(LAYOUT, state.view)
+            assert (await engine.load(5, state, log.since(4))).sparse
+            assert await engine.prove() == digest
+
+    async def interrupt():
+        while not through.is_set():
+            engine.interrupt()
+            await trio.sleep(0.004)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(interrupt)
+        answers = await engine.generate(leases, between=between)
+        through.set()
+    assert len(stops) >= 2
+    after = bytes(state.view)
+    mixed = 0
+    for version, bits in ((4, before), (5, after)):
+        state.view[:] = bits
+        await engine.load(version, state)
+        for lease, answer in zip(leases, answers, strict=True):
+            for seed, sample in zip(lease.seeds, answer.samples, strict=True):
+                parts = [(s.start, s.end) for s in sample.spans if s.version == version]
+                whole = [(s.version, s.start) for s in sample.spans]
+                assert whole in ([(4, 0)], [(4, 0), (5, sample.spans[-1].start)])
+                assert sample.spans[-1].end == sample.tokens.length
+                audit = make_lease("audit", range(4, 60), [seed], forced=sample.tokens)
+                [scored] = (await engine.generate([audit]))[0].samples
+                gaps = np.abs(to_logprobs(scored.logprobs) - to_logprobs(sample.logprobs))
+                inside = np.zeros(gaps.size, dtype=bool)
+                for start, end in parts:
+                    inside[start:end] = True
+                assert gaps[inside].max(initial=0) <= 1e-4
+                if len(sample.spans) == 2:
+                    mixed += 1
+                    assert gaps[~inside].max() > 1e-3, "the other version says otherwise"
+    assert mixed >= 4
+    check_answers(leases, answers, [4, 5], 64)
+    state.view[:] = before
+    await engine.load(4, state)
+
+
+async def an_interrupted_batch_goes_on_as_if_it_was_not(engine, state, log):
+    lease = make_lease("a", range(4, 60), tokens_max=60)
+    [wanted] = await engine.generate([lease])
+    stops, through = [], trio.Event()
+
+    async def between():
+        stops.append(0)
+
+    async def interrupt():
+        while not through.is_set():
+            engine.interrupt()
+            await trio.sleep(0.004)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(interrupt)
+        [answer] = await engine.generate([lease], between=between)
+        through.set()
+    assert stops
+    assert answer.samples == wanted.samples
+    engine.interrupt()  # of nothing
+    assert (await engine.generate([lease]))[0].samples == wanted.samples
+
+
 DELTA_CHECKS = [
+    a_batch_goes_on_under_other_weights,
+    an_interrupted_batch_goes_on_as_if_it_was_not,
     a_delta_is_written_in_place_and_proved,
     several_deltas_are_written_at_once,
     what_a_delta_keeps_silent_is_found_by_the_windows,
@@ -275,7 +357,10 @@ VLLM = [
     ),
 ]
 SETUP = EngineSetup(
-    layout=LAYOUT.table, model_config=MODEL.config(), vllm=VllmSetup(cache_bytes=64 << 20)
+    layout=LAYOUT.table,
+    model_config=MODEL.config(),
+    vllm=VllmSetup(cache_bytes=64 << 20),
+    in_flight=True,
 )
 
 
