@@ -373,6 +373,7 @@ class PeerApp:
                         threads=engine.threads,
                         dtype=engine.dtype,
                         vllm=VllmSetup(**engine.vllm.model_dump()),
+                        in_flight=engine.switch == "in-flight",
                     ),
                     restarts_max=engine.restarts_max,
                     generate_timeout_s=engine.generate_timeout_s,

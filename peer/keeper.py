@@ -80,8 +80,6 @@ class EngineKeeper:
         setup: Passed to `Engine.start`.
         restarts_max: Failures in a row that are borne.
         offload: For digests of what a proof looks at.
-        in_flight: Whether a version that comes while a batch runs is loaded between two of its
-            tokens, instead of after it.
         generate_timeout_s: For a batch while the engine's pace is unknown, and at most.
     """
 
@@ -93,7 +91,6 @@ class EngineKeeper:
         restarts_max: int,
         journal: Journal,
         offload: Offload,
-        in_flight: bool = False,
         generate_timeout_s: float = 300.0,
     ) -> None:
         self._make_engine = make_engine
@@ -104,7 +101,6 @@ class EngineKeeper:
         self._offload = offload
         self._layout = Layout.from_table(setup.layout)
         self._sparse_loads = 0
-        self._in_flight = in_flight
         self._generating: Engine | None = None
         self._vocabulary = vocabulary_of(setup.model_config)
         self._engine: Engine | None = None
@@ -135,7 +131,7 @@ class EngineKeeper:
         """
         self._wanted = weights
         self.changed.unpark_all()
-        if self._in_flight and self._generating is not None:
+        if self._setup.in_flight and self._generating is not None:
             self._generating.interrupt()
 
     async def withdraw(self) -> None:

@@ -53,7 +53,7 @@ class EngineSetup:
     for vLLM on a GPU, else float32."""
     vllm: VllmSetup = VllmSetup()
     in_flight: bool = False
-    """Batches will be interrupted to change the weights under them."""
+    """A version that comes while a batch runs is loaded between two of its tokens, not after it."""
 
 
 @dataclass(frozen=True)

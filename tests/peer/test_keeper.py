@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
-import numpy as np
 import pytest
 import trio
 
@@ -13,11 +12,10 @@ from echo2p2p.errors import ChildError, ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedState
 from echo2p2p.testing.journal import TraceJournal
-from echo2p2p.testing.system import InlineOffload, MemoryState, SimSharedMemory
-from echo2p2p.weights.layout import plan_layout
+from echo2p2p.testing.system import InlineOffload, MemoryState
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import Lease
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, LoadReport
 from peer.keeper import (
     BACK_OFF_S,
     BATCH_S_MIN,
@@ -25,9 +23,7 @@ from peer.keeper import (
     SLOWER,
     EngineKeeper,
     WeightState,
-    offer_of,
 )
-from peer.state import Weights
 from peer.touched import Touched
 from scenarios.fake_engine import EngineFaults, FakeEngine
 from scenarios.middle import LAYOUT
@@ -54,7 +50,6 @@ class Engine(FakeEngine):
         self.lies = lies
         self.batches: list[int] = []
         self.loads: list[int] = []
-        self.sparse: list[bool] = []
         self.closed = False
 
     async def start(self, setup: EngineSetup) -> EngineInfo:
@@ -63,20 +58,24 @@ class Engine(FakeEngine):
             raise self.refuses
         return await super().start(setup)
 
-    async def generate(self, leases: list[Lease], *, timeout_s: float = 600.0) -> list[Generated]:
+    async def generate(
+        self,
+        leases: list[Lease],
+        *,
+        timeout_s: float = 600.0,
+        between: Between | None = None,
+    ) -> list[Generated]:
         """Note the size of the batch; leave half of the tokens out, if it is to lie."""
         self.batches.append(len(leases))
-        answers = await super().generate(leases, timeout_s=timeout_s)
+        answers = await super().generate(leases, timeout_s=timeout_s, between=between)
         return answers[1:] if self.lies else answers
 
     async def load(
         self, version: Version, state: SharedState, touched: Touched | None = None
     ) -> LoadReport:
-        """Note the version, and whether it was loaded in place."""
+        """Note the version."""
         self.loads.append(version)
-        report = await super().load(version, state, touched)
-        self.sparse.append(report.sparse)
-        return report
+        return await super().load(version, state, touched)
 
     async def close(self) -> None:
         """Note that it went all the way."""
@@ -93,7 +92,7 @@ class Slot:
         self._given = list(engines)
         self.keeper = EngineKeeper(
             make_engine=self.make,
-            setup=setup,
+            setup=SETUP,
             restarts_max=restarts_max,
             journal=self.journal,
             offload=InlineOffload(),
@@ -286,7 +285,7 @@ async def test_who_offered_what_an_engine_read_otherwise_is_told(autojump_clock)
         assert scope.cancelled_caught, "once a doubt"
 
 
-# --- failures of the process ------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -364,89 +363,6 @@ async def test_an_engine_that_does_not_use_the_bits_it_was_given_is_refused_and_
         assert "does not use the weights of version 1" in reason
         assert [engine.closed for engine in slot.engines] == [True, False]
         assert slot.engines[0].loads == [0, 1, 1], "loaded again once, then replaced"
-
-
-# --- deltas -----------------------------------------------------------------------------------
-
-
-class Deltas:
-    """Weights that move on by a few elements a version."""
-
-    def __init__(self) -> None:
-        self.layout = plan_layout([("w", "bf16", (1000,), ()), ("v", "f32", (10, 10), ())])
-        self.setup = EngineSetup(layout=self.layout.table, model_config="{}")
-        self.weights = Weights(self.layout, SimSharedMemory())
-        self.weights.switch(Version(0), state_digest(self.layout, self.weights.view))
-
-    def move(self, version: int, *, noted: bool = True) -> WeightState:
-        """Change the first element and another one; return what is to be offered."""
-        places = np.array([0, 2 * version], dtype=np.int64)
-        for place in places:
-            self.weights.view[place] ^= 1 + version
-        digest = state_digest(self.layout, self.weights.view)
-        self.weights.switch(Version(version), digest, places if noted else None)
-        return offer_of(self.weights)
-
-
-async def test_a_delta_is_loaded_in_place_and_after_a_gap_everything(autojump_clock) -> None:
-    deltas = Deltas()
-    slot = Slot(setup=deltas.setup)
-    async with slot.running() as keeper:
-        keeper.offer(offer_of(deltas.weights))
-        await proved(keeper, 0)
-        keeper.offer(deltas.move(1))
-        await proved(keeper, 1)
-        deltas.move(2)
-        keeper.offer(deltas.move(3))
-        await proved(keeper, 3)
-        keeper.offer(deltas.move(4, noted=False))
-        await proved(keeper, 4)
-        keeper.offer(deltas.move(5))
-        await proved(keeper, 5)
-        assert slot.engines[0].sparse == [False, True, True, False, True]
-        assert await slot.engines[0].prove() == deltas.weights.digest
-        flags = [entry.fields["sparse"] for entry in slot.journal.named("version.loaded")]
-        assert flags == slot.engines[0].sparse
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [EngineFaults(skipped_load=2), EngineFaults(wrong_weights_at_load=2)],
-    ids=["skipped", "wrong elsewhere"],
-)
-async def test_a_delta_that_is_not_in_place_is_refused_and_everything_loaded(
-    autojump_clock, faults: EngineFaults
-) -> None:
-    deltas = Deltas()
-    slot = Slot(Engine(faults=faults), setup=deltas.setup)
-    async with slot.running() as keeper:
-        keeper.offer(offer_of(deltas.weights))
-        await proved(keeper, 0)
-        keeper.offer(deltas.move(1))
-        await proved(keeper, 1)
-        assert len(slot.engines) == 1
-        assert slot.engines[0].sparse == [False, True, False]
-        assert await slot.engines[0].prove() == deltas.weights.digest
-        (refused,) = slot.journal.named("version.unproved")
-        assert refused.fields["version"] == 1
-        assert "does not use the weights of version 1" in str(refused.fields["detail"])
-        assert slot.lost() == []
-
-
-async def test_a_new_engine_loads_everything(autojump_clock) -> None:
-    deltas = Deltas()
-    slot = Slot(Engine(faults=EngineFaults(die_at_generate=1)), setup=deltas.setup)
-    async with slot.running() as keeper:
-        keeper.offer(offer_of(deltas.weights))
-        await proved(keeper, 0)
-        with pytest.raises(EngineError):
-            await keeper.generate([lease()])
-        keeper.offer(deltas.move(1))
-        await proved(keeper, 1)
-        assert slot.engines[1].sparse == [False]
-
-
-# --- failures ---------------------------------------------------------------------------------
 
 
 async def test_a_digest_that_is_not_the_manifests_is_never_named(autojump_clock) -> None:
