@@ -138,7 +138,7 @@ class Apply:
                 self._anchor.check_end()
             elif self._delta is not None:
                 self._delta.write()
-                places = None if self._keeper is None else self._delta.touched()
+                places = self._delta.touched(weights.touched.room) if self._keeper else None
             return state_digest(weights.layout, weights.view), places
 
         try:

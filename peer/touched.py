@@ -22,9 +22,9 @@ from echo2p2p.ids import Version
 from echo2p2p.net.ports import SharedMemory, SharedState
 from echo2p2p.weights.touched import Places
 
-SHARE: Final = 1 / 32
-"""Of the model's bytes, for the list: 0.8 % of the elements of a bf16 model. Beyond it a whole load
-is hardly dearer."""
+SHARE: Final = 1 / 64
+"""Of the model's bytes, for the list: 0.4 % of the elements of a bf16 model, three versions of 0.12
+%. With what makes the list it is less than the changes of such a delta may take (`peer.apply`)."""
 _ITEM: Final = np.dtype("<i8")
 
 
@@ -55,7 +55,8 @@ class TouchLog:
 
     def __init__(self, memory: SharedMemory, total_bytes: int) -> None:
         self._shared = memory
-        self._room = max(1, int(SHARE * total_bytes) // _ITEM.itemsize)
+        self.room = max(1, int(SHARE * total_bytes) // _ITEM.itemsize)
+        """Elements that it can hold."""
         self._memory: SharedState | None = None
         self._refused = False
         self._starts: dict[Version, int] = {}
@@ -69,10 +70,10 @@ class TouchLog:
 
     def add(self, base: Version, version: Version, places: Places | None) -> None:
         """Note what the step from ``base`` to ``version`` has written; ``None``: anything."""
-        if places is None or places.size > self._room or not self._has_memory():
+        if places is None or places.size > self.room or not self._has_memory():
             self.clear()
             return
-        if base != self._newest or self._end + places.size > self._room:
+        if base != self._newest or self._end + places.size > self.room:
             self.clear()
         assert self._memory is not None
         past = self._end + places.size
@@ -97,7 +98,7 @@ class TouchLog:
         """Whether there is memory; where there is no room for it, engines load everything."""
         if self._memory is None and not self._refused:
             try:
-                self._memory = self._shared.allocate("touched", self._room * _ITEM.itemsize)
+                self._memory = self._shared.allocate("touched", self.room * _ITEM.itemsize)
             except StoreError:
                 self._refused = True
         return self._memory is not None

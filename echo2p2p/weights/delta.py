@@ -170,15 +170,17 @@ class DeltaApply:
         for _ in mapped(self._write, self._blocks, self._threads):
             pass
 
-    def touched(self) -> Places | None:
-        """Return where elements were written; ``None``: it was not worked out for all blocks.
+    def touched(self, places_max: int) -> Places | None:
+        """Return where elements were written, the very places and no other.
 
-        These are the very places that `write` has changed, or will: nothing else is written.
+        ``None``: they are more than ``places_max``, or were not worked out for all blocks.
         """
+        worked_out = [(block, each) for block, each in self._blocks if each is not None]
+        count = sum(changes.where.size for _, changes in worked_out)
+        if count > places_max or len(worked_out) < len(self._blocks):
+            return None
         found: list[Places] = []
-        for block, changes in self._blocks:
-            if changes is None:
-                return None
+        for block, changes in worked_out:
             sequence = self._layout.sequences[block.sequence]
             starts = [at for at, _ in stretches_of(sequence, block.first, block.count)]
             for number, origin, part in walk(self._segments(block), changes.where):

@@ -20,7 +20,7 @@ from peer.state import Weights
 from scenarios.fake_engine import EngineFaults, FakeEngine
 from scenarios.middle import loose_lease as lease
 
-LAYOUT = plan_layout([("w", "bf16", (1000,), ()), ("v", "f32", (10, 10), ())])
+LAYOUT = plan_layout([("w", "bf16", (4000,), ()), ("v", "f32", (10, 10), ())])
 SETUP = EngineSetup(layout=LAYOUT.table, model_config="{}")
 
 

@@ -259,8 +259,8 @@ async def a_batch_goes_on_under_other_weights(engine, state, log):
     async def between():
         stops.append(0)
         if len(stops) == 2:
-            places = np.arange(0, LAYOUT.total_bytes, 2 * 151)
-            np.frombuffer(state.view, "<u2")[places // 2] ^= 0x60  # by half, and more
+            places = np.arange(0, LAYOUT.total_bytes, 2 * 301)
+            np.frombuffer(state.view, "<u2")[places // 2] ^= 0x70  # by half, and more
             log.add(4, 5, places)
             digest = state_digest(LAYOUT, state.view)
             assert (await engine.load(5, state, log.since(4))).sparse
