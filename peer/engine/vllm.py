@@ -306,8 +306,7 @@ class VllmEngine:
         outputs = [done.get(str(number)) for number in range(len(requests))]
         for output in outputs:
             if output is None or output.finish_reason not in ENDS or not output.token_ids:
-                reason = "it is lost" if output is None else output.finish_reason
-                raise EngineError(f"vLLM gave a request up: {reason}")
+                raise EngineError(f"vLLM gave a request up: {getattr(output, 'finish_reason', '')}")
         return outputs
 
     def _score(self, lease: Lease) -> Generator[None, None, Sample]:
