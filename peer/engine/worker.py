@@ -92,15 +92,16 @@ class Worker:
         Raises:
             EngineError: There is no batch.
         """
-        if self._batch is None:
+        batch, self._batch = self._batch, None
+        if batch is None:
             raise EngineError("no batch is under way")
         try:
             while True:
-                next(self._batch)
+                next(batch)
                 if self._nudged():
+                    self._batch = batch
                     return BatchReply(None)
         except StopIteration as end:
-            self._batch = None
             return BatchReply(end.value)
 
     def _started(self) -> BlockingEngine:
