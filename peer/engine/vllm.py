@@ -142,7 +142,8 @@ class VllmEngine:
             ConfigError: An option that is not the owner's to choose.
         """
         chosen = self._setup.vllm
-        if ours := REFUSED_OPTIONS & chosen.options.keys():
+        refused = REFUSED_OPTIONS | ({"async_scheduling"} if self._setup.in_flight else set())
+        if ours := refused & chosen.options.keys():
             raise ConfigError(
                 f"engine.vllm.options.{min(ours)}", "is not to be chosen: leave it out"
             )

@@ -248,36 +248,47 @@ def change(state, log, version, density):
     return digest
 
 
+async def interrupted(engine, leases, between):
+    """Return answers to leases after at least one interruption, however busy the machine is."""
+    stops = []
+
+    async def stopped():
+        stops.append(0)
+        if len(stops) == 1:
+            await between()
+
+    async def interrupt():
+        while True:
+            engine.interrupt()
+            await trio.sleep(0.004)
+
+    for _ in range(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(interrupt)
+            answers = await engine.generate(leases, between=stopped)
+            nursery.cancel_scope.cancel()
+        if stops:
+            return answers
+    raise AssertionError("it was never interrupted")
+
+
 async def a_batch_goes_on_under_other_weights(engine, state, log):
     """In flight: every token is of the version that its label says."""
     before = bytes(state.view)
     await engine.load(4, state)
     leases = [make_lease(name, range(4, 60), range(place, place + 4), tokens_max=60)
               for place, name in ((10, "a"), (20, "b"))]  # fmt: skip
-    stops, through = [], trio.Event()
 
     async def between():
-        stops.append(0)
-        if len(stops) == 2:
-            places = np.arange(0, LAYOUT.total_bytes, 2 * 301)
-            np.frombuffer(state.view, "<u2")[places // 2] ^= 0x70  # by half, and more
-            log.add(4, 5, places)
-            digest = state_digest(LAYOUT, state.view)
-            assert (await engine.load(5, state, log.since(4))).sparse
-            assert await engine.prove() == digest
+        places = np.arange(0, LAYOUT.total_bytes, 2 * 301)
+        np.frombuffer(state.view, "<u2")[places // 2] ^= 0x70  # by half, and more
+        log.add(4, 5, places)
+        assert (await engine.load(5, state, log.since(4))).sparse
+        assert await engine.prove() == state_digest(LAYOUT, state.view)
 
-    async def interrupt():
-        while not through.is_set():
-            engine.interrupt()
-            await trio.sleep(0.004)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(interrupt)
-        answers = await engine.generate(leases, between=between)
-        through.set()
-    assert len(stops) >= 2
+    answers = await interrupted(engine, leases, between)
     after = bytes(state.view)
-    mixed = 0
+    outside = []
     for version, bits in ((4, before), (5, after)):
         state.view[:] = bits
         await engine.load(version, state)
@@ -295,9 +306,8 @@ async def a_batch_goes_on_under_other_weights(engine, state, log):
                     inside[start:end] = True
                 assert gaps[inside].max(initial=0) <= 1e-4
                 if len(sample.spans) == 2:
-                    mixed += 1
-                    assert gaps[~inside].max() > 1e-3, "the other version says otherwise"
-    assert mixed >= 4
+                    outside.append(gaps[~inside].max())
+    assert max(outside) > 1e-2, "the other version says otherwise"
     check_answers(leases, answers, [4, 5], 64)
     state.view[:] = before
     await engine.load(4, state)
@@ -306,21 +316,11 @@ async def a_batch_goes_on_under_other_weights(engine, state, log):
 async def an_interrupted_batch_goes_on_as_if_it_was_not(engine, state, log):
     lease = make_lease("a", range(4, 60), tokens_max=60)
     [wanted] = await engine.generate([lease])
-    stops, through = [], trio.Event()
 
     async def between():
-        stops.append(0)
+        """Load nothing."""
 
-    async def interrupt():
-        while not through.is_set():
-            engine.interrupt()
-            await trio.sleep(0.004)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(interrupt)
-        [answer] = await engine.generate([lease], between=between)
-        through.set()
-    assert stops
+    [answer] = await interrupted(engine, [lease], between)
     assert answer.samples == wanted.samples
     engine.interrupt()  # of nothing
     assert (await engine.generate([lease]))[0].samples == wanted.samples

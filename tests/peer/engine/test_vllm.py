@@ -556,6 +556,8 @@ def test_generation_may_go_to_the_models_last_position(world):
         ({"dtype": "int3"}, r"engine\.dtype: 'int3' is none of"),
         ({"vllm": VllmSetup(options={"logprobs_mode": "raw_logprobs"})},
          r"engine\.vllm\.options\.logprobs_mode: is not to be chosen"),
+        ({"vllm": VllmSetup(options={"async_scheduling": True}), "in_flight": True},
+         r"engine\.vllm\.options\.async_scheduling: is not to be chosen"),
         ({"vllm": VllmSetup(options={"no_such_option": 1})}, "engine.vllm: .*no_such_option"),
         ({"vllm": VllmSetup(max_model_len=100_000)}, "engine.vllm: vLLM refuses: .*max_model"),
         ({"vllm": VllmSetup(cache_bytes=1000)}, r"engine\.vllm: vLLM refuses: "),
