@@ -373,10 +373,12 @@ class PeerApp:
                         threads=engine.threads,
                         dtype=engine.dtype,
                         vllm=VllmSetup(**engine.vllm.model_dump()),
+                        in_flight=engine.switch == "in-flight",
                     ),
                     restarts_max=engine.restarts_max,
                     generate_timeout_s=engine.generate_timeout_s,
                     journal=self._ports.journal,
+                    offload=self._ports.offload,
                 )
                 outer.start_soon(self._keeper.run)
         elif self._weights.layout.digest != layout.digest:

@@ -26,8 +26,9 @@ from echo2p2p.weights.assembly import Assembly
 from echo2p2p.weights.delta import DeltaApply
 from echo2p2p.weights.kernels import COMPILED_FROM_BYTES, warm_up
 from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import Places
 from echo2p2p.wire.messages import ManifestHeader
-from peer.keeper import EngineKeeper, WeightState
+from peer.keeper import EngineKeeper, offer_of
 from peer.state import Weights
 
 CHANGES_SHARE: Final = 0.05
@@ -118,24 +119,27 @@ class Apply:
             self._check_base()
             await self._let_go()
             with trio.CancelScope(shield=True):  # a write ends, however soon we are no member
-                digest = await self._written()
+                digest, places = await self._written()
             if digest != header.result_digest:
                 weights.forget()
                 raise IntegrityError(f"version {header.version} does not match its digest")
-            weights.switch(Version(header.version), digest)
+            weights.switch(Version(header.version), digest, places)
             if offer and self._keeper is not None:
-                self._keeper.offer(WeightState(Version(header.version), digest, weights.state))
+                self._keeper.offer(offer_of(weights))
 
-    async def _written(self) -> Digest:
+    async def _written(self) -> tuple[Digest, Places | None]:
+        """Write; return the result's digest and, of a delta, where it has written."""
         weights, size = self._weights, len(self._assembly.payload())
 
-        def write() -> Digest:
+        def write() -> tuple[Digest, Places | None]:
+            places = None
             if self._anchor is not None:
                 self._anchor.advance(size)
                 self._anchor.check_end()
             elif self._delta is not None:
                 self._delta.write()
-            return state_digest(weights.layout, weights.view)
+                places = self._delta.touched(weights.touched.room) if self._keeper else None
+            return state_digest(weights.layout, weights.view), places
 
         try:
             return await self._offload.run(write)

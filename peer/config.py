@@ -152,6 +152,9 @@ class EngineSection(Section):
     GPU, else float32."""
     leases_at_once: Positive = 8
     """Leases generated as one batch."""
+    switch: Literal["finish", "in-flight"] = "finish"
+    """What becomes of answers that are not through when a new version comes: ``finish`` them with
+    the old one, or go on with the new one, ``in-flight``."""
     restarts_max: Annotated[int, Field(ge=0)] = 5
     """Engine restarts without a proved version in between, after which the peer gives up."""
     generate_timeout_s: PositiveFloat = 300.0

@@ -2,7 +2,9 @@
 
 The engine is a child that may die, hang, eat memory, refuse weights or answer rubbish. The keeper
 closes it, starts another with a growing pause, loads the newest version, and lets nobody generate
-before the engine has proved by digest that its kernels use exactly these bits. After `restarts_max`
+before the engine has proved by digest that its kernels use exactly these bits. Of a small delta an
+engine that has the version before loads only what was touched, and proves that, and with each load
+another 64th of the rest. What is not proved is refused and loaded whole, once. After `restarts_max`
 failures without work done in between it gives up, and so does the peer: one without an engine must
 not look alive. An engine that says that it will never come up is not tried again at all.
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
@@ -23,14 +26,19 @@ import trio
 from echo2p2p.errors import ChildError, ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
 from echo2p2p.limits import LEASES_PER_CALL_MAX
-from echo2p2p.net.ports import Journal, SharedState
+from echo2p2p.net.ports import Journal, Offload, SharedState
+from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.touched import digest_selected, next_window
 from echo2p2p.wire.messages import Lease
 from peer.engine.answers import check_answers, vocabulary_of
-from peer.engine.base import Engine, EngineSetup, Generated
+from peer.engine.base import Engine, EngineSetup, Generated, LoadReport, Selection
+from peer.state import Weights
+from peer.touched import Touched
 
 ENGINE_READY: Final = "engine.ready"
 ENGINE_LOST: Final = "engine.lost"
 VERSION_LOADED: Final = "version.loaded"
+VERSION_UNPROVED: Final = "version.unproved"
 LEASE_REFUSED: Final = "lease.refused"
 BACK_OFF_S: Final = (0.2, 1.0, 5.0, 15.0, 30.0)
 HEALTHY_S: Final = 600.0
@@ -52,6 +60,16 @@ class WeightState:
     version: Version
     digest: Digest
     state: SharedState
+    since: Callable[[Version], Touched | None] = lambda _: None
+    """Tells what differs from an earlier version, if that is known; good for as long as ``state``
+    is not written."""
+
+
+def offer_of(weights: Weights) -> WeightState:
+    """Return what is offered to the engine of weights that are of a version."""
+    assert weights.version is not None
+    assert weights.digest is not None
+    return WeightState(weights.version, weights.digest, weights.state, weights.touched.since)
 
 
 class EngineKeeper:
@@ -61,6 +79,7 @@ class EngineKeeper:
         make_engine: Called for each life.
         setup: Passed to `Engine.start`.
         restarts_max: Failures in a row that are borne.
+        offload: For digests of what a proof looks at.
         generate_timeout_s: For a batch while the engine's pace is unknown, and at most.
     """
 
@@ -71,6 +90,7 @@ class EngineKeeper:
         setup: EngineSetup,
         restarts_max: int,
         journal: Journal,
+        offload: Offload,
         generate_timeout_s: float = 300.0,
     ) -> None:
         self._make_engine = make_engine
@@ -78,6 +98,10 @@ class EngineKeeper:
         self._restarts_max = restarts_max
         self._generate_timeout_s = generate_timeout_s
         self._journal = journal
+        self._offload = offload
+        self._layout = Layout.from_table(setup.layout)
+        self._sparse_loads = 0
+        self._generating: Engine | None = None
         self._vocabulary = vocabulary_of(setup.model_config)
         self._engine: Engine | None = None
         self._busy = trio.Lock()
@@ -101,9 +125,14 @@ class EngineKeeper:
     # --- weights ------------------------------------------------------------------------------
 
     def offer(self, weights: WeightState) -> None:
-        """Switch to this version as soon as the engine is free; the newest offer counts."""
+        """Switch to this version as soon as the engine is free; the newest offer counts.
+
+        In flight, it need not be free.
+        """
         self._wanted = weights
         self.changed.unpark_all()
+        if self._setup.in_flight and self._generating is not None:
+            self._generating.interrupt()
 
     async def withdraw(self) -> None:
         """Take the offer back: from here to the next one the memory may be written.
@@ -146,14 +175,25 @@ class EngineKeeper:
             engine, version = self._engine, self.version
             if engine is None or version is None or self._lost is not None:
                 raise EngineError("the engine is being started again")
-            began = trio.current_time()
+            began, versions = trio.current_time(), [version]
+
+            async def between() -> None:
+                while self._behind():  # still: the offer may have been withdrawn
+                    await self._switch(engine)
+                    assert self.version is not None
+                    versions.append(self.version)
+
             try:
-                answers = await engine.generate(leases, timeout_s=self._patience_s(leases))
-                check_answers(leases, answers, version, self._vocabulary)
+                self._generating = engine
+                patience_s = self._patience_s(leases)
+                answers = await engine.generate(leases, timeout_s=patience_s, between=between)
+                check_answers(leases, answers, versions, self._vocabulary)
             except EngineError as error:
                 self._leases_max = max(1, len(leases) // 2)
                 self._fail(error)
                 raise
+            finally:
+                self._generating = None
         self._count(answers, trio.current_time() - began)
         return answers
 
@@ -256,28 +296,76 @@ class EngineKeeper:
         return self._wanted is not None and self._wanted.version != self.version
 
     async def _switch(self, engine: Engine) -> None:
+        """Load the wanted version and have it proved; what is refused is loaded whole, once.
+
+        Raises:
+            EngineError: The engine is gone, or does not use what it was given twice.
+        """
         weights = self._wanted
         assert weights is not None
+        touched = None if self.version is None else weights.since(self.version)
         self._loading = weights
         try:
-            report = await engine.load(weights.version, weights.state)
-            proof = await engine.prove()
+            problem = await self._load(engine, weights, touched)
+            if problem:
+                self._refuse(weights, problem)
+                problem = await self._load(engine, weights, None)
         finally:
             self._loading = None
             self.changed.unpark_all()
-        if proof != weights.digest:
+        if problem:
             self._doubted = weights  # the engine's memory, or ours
-            raise EngineError(
+            raise EngineError(problem)
+
+    def _refuse(self, weights: WeightState, problem: str) -> None:
+        self.version = None
+        self._journal.event(VERSION_UNPROVED, version=weights.version, detail=problem)
+        self.changed.unpark_all()
+
+    async def _load(self, engine: Engine, weights: WeightState, touched: Touched | None) -> str:
+        """Load and prove; return what is wrong, in a line.
+
+        Raises:
+            EngineError: The engine is gone.
+        """
+        try:
+            report = await engine.load(weights.version, weights.state, touched)
+            if report.sparse and touched is not None:
+                proof, wanted = await self._proof_of(engine, weights, touched)
+            else:
+                proof, wanted = await engine.prove(), weights.digest
+        except ChildError as error:
+            if not error.raised:
+                raise
+            return str(error)  # it lives, and has said no
+        if proof != wanted:
+            return (
                 f"the engine does not use the weights of version {weights.version}: "
-                f"digest {proof.hex()[:12]}, wanted {weights.digest.hex()[:12]}"
+                f"digest {proof.hex()[:12]}, wanted {wanted.hex()[:12]}"
             )
+        self._note_proved(weights, report)
+        return ""
+
+    async def _proof_of(
+        self, engine: Engine, weights: WeightState, touched: Touched
+    ) -> tuple[Digest, Digest]:
+        """Return the digests of what was touched and of the next window: the engine's, and ours."""
+        window = next_window(self._layout, self._sparse_loads)
+        self._sparse_loads += 1
+        proof = await engine.prove(Selection(touched, window))
+        view = weights.state.view[: self._layout.total_bytes]
+        ours = partial(digest_selected, self._layout, view, touched.places, window)
+        return proof, await self._offload.run(ours)
+
+    def _note_proved(self, weights: WeightState, report: LoadReport) -> None:
         if self._first_proof_s is None:
             self._first_proof_s = trio.current_time()
         self.version = weights.version
         self._journal.event(
             VERSION_LOADED,
             version=weights.version,
-            digest=proof.hex()[:16],
+            digest=weights.digest.hex()[:16],
             seconds=round(report.seconds, 4),
+            sparse=report.sparse,
         )
         self.changed.unpark_all()

@@ -19,6 +19,8 @@ import trio
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedMemory, SharedState
 from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.touched import Places
+from peer.touched import TouchLog
 
 
 class Weights:
@@ -38,6 +40,8 @@ class Weights:
         """Whose bits the block holds, whole; ``None``: nobody's."""
         self.digest: Digest | None = None
         """Of these bits."""
+        self.touched = TouchLog(memory, layout.total_bytes)
+        """What the last deltas have written."""
         self.lock = trio.Lock()
         """Held by who writes the block, and by who reads it for long."""
 
@@ -71,8 +75,18 @@ class Weights:
         for name in names:
             self._memory.drop(name)
 
-    def switch(self, version: Version, digest: Digest) -> None:
-        """The block holds this version now."""
+    def switch(self, version: Version, digest: Digest, places: Places | None = None) -> None:
+        """The block holds this version now.
+
+        Args:
+            version: Its number.
+            digest: Of its bits.
+            places: All that was written since the version before; ``None``: anything.
+        """
+        if self.version is None:
+            self.touched.clear()
+        else:
+            self.touched.add(self.version, version, places)
         self.version, self.digest = version, digest
 
     def forget(self) -> None:
@@ -80,5 +94,6 @@ class Weights:
         self.version = self.digest = None
 
     def close(self) -> None:
-        """Release the block."""
+        """Release the block, and what belongs to it."""
         self.state.close()
+        self.touched.close()

@@ -24,7 +24,7 @@ from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record
 from peer.apply import Apply
 from peer.coordinator_client import BusyError, CoordinatorClient
-from peer.keeper import EngineKeeper, WeightState
+from peer.keeper import EngineKeeper, offer_of
 from peer.local import FIRST, LocalModel, ReadModel
 from peer.state import Weights
 
@@ -154,9 +154,8 @@ class Follower:
 
     def _offer_current(self) -> None:
         """Let the engine have what we hold; an earlier incarnation may have ended before that."""
-        version, digest = self._weights.version, self._weights.digest
-        if self._keeper is not None and version is not None and digest is not None:
-            self._keeper.offer(WeightState(version, digest, self._weights.state))
+        if self._keeper is not None and self._weights.version is not None:
+            self._keeper.offer(offer_of(self._weights))
 
     async def _take_local(self, local: LocalModel) -> None:
         """Begin with the volunteer's folder, if the run has a path from what it holds."""

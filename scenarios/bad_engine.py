@@ -25,8 +25,8 @@ from echo2p2p.net.child_worker import Method, Report, Stopwatch
 from echo2p2p.testing.system import MemoryState
 from echo2p2p.wire.arrays import from_logprobs
 from echo2p2p.wire.messages import Lease, Sample
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
-from peer.engine.calls import LoadCall
+from peer.engine.base import EngineInfo, EngineSetup, LoadReport
+from peer.engine.calls import BatchReply, LoadCall, ProveCall
 from scenarios.fake_engine import FakeEngine
 
 T = TypeVar("T")
@@ -58,11 +58,11 @@ class Worker:
         state.view[:] = data
         return _run(lambda: self._engine.load(Version(call.version), state))
 
-    def prove(self, _: None, __: Report) -> Digest:
+    def prove(self, _: ProveCall, __: Report) -> Digest:
         """Prove it."""
         return _run(self._engine.prove)
 
-    def generate(self, leases: list[Lease], _: Report) -> list[Generated]:
+    def generate(self, leases: list[Lease], _: Report) -> BatchReply:
         """Do as ordered."""
         print(f"{self._how} with {len(leases)} leases", flush=True)
         if self._how == "hang":
@@ -74,7 +74,7 @@ class Worker:
         answers = _run(lambda: self._engine.generate(leases))
         if self._how == "rubbish":
             answers = [replace(a, samples=tuple(map(_spoilt, a.samples))) for a in answers]
-        return answers
+        return BatchReply(answers)
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -102,7 +102,7 @@ def main() -> None:
         {
             "start": Method(EngineSetup, worker.start, beats=True),
             "load": Method(LoadCall, worker.load),
-            "prove": Method(type(None), worker.prove),
+            "prove": Method(ProveCall, worker.prove),
             "generate": Method(list[Lease], worker.generate),
         },
         beat_s=0.2,

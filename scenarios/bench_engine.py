@@ -8,7 +8,10 @@ scores what was sampled under each version, in float32.
 
 ``tokens_per_s`` is by wall time, ``tokens_per_cpu_s`` by CPU time of the process and those below
 it, which says more where others use the machine; on a GPU only the former means something.
-``pause_ms`` is from the end of a batch to when the next may begin: load and proof.
+``pause_ms`` is how long nothing is generated: for load and proof of what was touched (``sparse``)
+or of everything (``full``) between two batches, and within a batch (``in_flight``, sparse too)
+until what came before is computed anew and the next token of each sample is there. The engine is
+started for in-flight switching, which on a GPU costs vLLM's scheduling ahead.
 
 The model is of the Qwen3 family with random weights, so that it takes no download. vLLM must be
 installed.
@@ -30,17 +33,19 @@ import trio
 from numpy.typing import NDArray
 
 from echo2p2p.errors import ConfigError, EngineError
-from echo2p2p.ids import Version
+from echo2p2p.ids import Digest, Version
 from echo2p2p.net.child import ChildProcess
 from echo2p2p.net.child_worker import tree_cpu_s
-from echo2p2p.net.memory import FileMemory, MappedState
+from echo2p2p.net.memory import FileMemory
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import digest_selected, next_window
 from echo2p2p.wire.arrays import from_tokens, to_logprobs
 from echo2p2p.wire.messages import Lease, Sampling
-from peer.engine.base import EngineSetup, Generated, VllmSetup
+from peer.engine.base import EngineSetup, Generated, Selection, VllmSetup
 from peer.engine.client import EngineProcess
 from peer.engine.plain import PlainBatch, PlainReply, PlainSetup
+from peer.touched import Touched, TouchLog
 from scenarios import bench_report
 from scenarios.arguments import positive
 from scenarios.qwen3 import Qwen3, change_weights, write_weights
@@ -52,6 +57,8 @@ PERIOD_S: Final = 10.0
 PARITY_MAX: Final = 1e-4
 """Of log-probs of two engines that both compute in float32."""
 TIMEOUT_S: Final = 1800.0
+STOPS: Final = 2
+"""In a batch under which the weights change: for the load, and after the next token."""
 
 
 @dataclass(frozen=True)
@@ -110,27 +117,30 @@ class _Took:
 class _Turns:
     """Both kinds in turn, and what they took."""
 
-    def __init__(self, plan: Plan, setup: EngineSetup, state: MappedState, layout: Layout) -> None:
+    def __init__(self, plan: Plan, setup: EngineSetup, memory: FileMemory, layout: Layout) -> None:
         self._plan = plan
         self._setup = setup
-        self._state = state
+        self._state = memory.allocate("state", layout.total_bytes)
         self._layout = layout
         self._ours, self._hf = EngineProcess("vllm"), EngineProcess("hf")
         self._plain = ChildProcess("plain vLLM", "peer.engine.vllm_plain")
         shape = (plan.prompts, plan.prompt_tokens)
         self._prompts = np.random.default_rng(2).integers(3, plan.vocabulary, shape).tolist()
-        self._pauses_s: list[float] = []
+        self._log = TouchLog(memory, layout.total_bytes)
+        self._pauses_s: dict[str, list[float]] = {"sparse": [], "full": [], "in_flight": []}
         self._gaps: list[NDArray[np.float32]] = []
 
     async def run(self, folder: Path) -> dict[str, object]:
         """Return the figures.
 
         Args:
-            folder: The model's, with the weights that the state has now.
+            folder: For the model.
 
         Raises:
             EchoError: An engine failed, or did not prove a version.
         """
+        write_weights(self._state.view, seed=1)
+        write_folder(folder, self._plan.model(), self._layout, self._state.view)
         try:
             info = await self._ours.start(self._setup)
             await self._plain.start()
@@ -139,29 +149,85 @@ class _Turns:
             )
             await self._hf.start(replace(self._setup, dtype="float32"))
             plain, ours = _Took(), _Took()
+            await self._load(Version(0), None, state_digest(self._layout, self._state.view))
             for number in range(self._plan.rounds + 1):
-                await self._switch(Version(number), timed=number > 0)
                 warm = number == 0
+                await self._switch(Version(2 * number + 1), timed=not warm)
                 await self._turn_plain(_Took() if warm else plain)
                 await self._turn_ours(number, _Took() if warm else ours)
+                await self._switch_in_flight(Version(2 * number + 2), timed=not warm)
         finally:
             with trio.CancelScope(shield=True):
                 for each in (self._ours, self._plain, self._hf):
                     await each.close()
+            self._log.close()
+            self._state.close()
         return {"engine": asdict(info), **self._figures(plain, ours)}
 
-    async def _switch(self, version: Version, *, timed: bool) -> None:
-        wanted = state_digest(self._layout, self._state.view)
-        if version:
-            wanted = change_weights(self._layout, self._state.view, DENSITY, seed=version)
+    def _change(self, version: Version) -> tuple[Touched | None, Digest]:
+        """Write the next version; return what that has touched, and its digest."""
+        before = np.frombuffer(bytes(self._state.view), dtype="<u2")
+        digest = change_weights(self._layout, self._state.view, DENSITY, seed=version)
+        differ = np.flatnonzero(before != np.frombuffer(self._state.view, dtype="<u2"))
+        last = Version(version - 1)
+        self._log.add(last, version, 2 * differ)
+        return self._log.since(last), digest
+
+    async def _load(self, version: Version, touched: Touched | None, wanted: Digest) -> float:
+        """Load and prove; return how long that took.
+
+        Raises:
+            EngineError: It was not proved.
+        """
         began_s = trio.current_time()
-        await self._ours.load(version, self._state)
-        proof = await self._ours.prove()
-        if timed:
-            self._pauses_s.append(trio.current_time() - began_s)
+        report = await self._ours.load(version, self._state, touched)
+        if report.sparse and touched is not None:
+            window = next_window(self._layout, version)
+            proof = await self._ours.prove(Selection(touched, window))
+            view = self._state.view
+            wanted = digest_selected(self._layout, view, touched.places, window)
+        else:
+            proof = await self._ours.prove()
         if proof != wanted:
             raise EngineError(f"version {version} was not proved")
+        return trio.current_time() - began_s
+
+    async def _switch(self, version: Version, *, timed: bool) -> None:
+        """Load a version as a delta, and again as a whole."""
+        touched, digest = self._change(version)
+        pauses_s = {
+            "sparse": await self._load(version, touched, digest),
+            "full": await self._load(version, None, digest),
+        }
+        if timed:
+            for kind, pause_s in pauses_s.items():
+                self._pauses_s[kind].append(pause_s)
         await self._hf.load(version, self._state)
+
+    async def _switch_in_flight(self, version: Version, *, timed: bool) -> None:
+        """Load a version in the middle of a batch, and stop it again after the next token."""
+        touched, digest = self._change(version)
+        stops_s: list[float] = []
+
+        async def between() -> None:
+            stops_s.append(trio.current_time())
+            if len(stops_s) == 1:
+                await self._load(version, touched, digest)
+
+        async def interrupt() -> None:
+            while len(stops_s) < STOPS:
+                self._ours.interrupt()
+                await trio.sleep(0.001)
+
+        leases = [self._lease(0, place) for place in range(self._plan.prompts)]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(interrupt)
+            await self._ours.generate(leases, timeout_s=TIMEOUT_S, between=between)
+            nursery.cancel_scope.cancel()
+        if not stops_s:
+            await self._load(version, touched, digest)
+        elif timed and len(stops_s) == STOPS:
+            self._pauses_s["in_flight"].append(stops_s[1] - stops_s[0])
 
     async def _turn_plain(self, took: _Took) -> None:
         batch = PlainBatch(self._prompts, self._plan.samples, self._plan.tokens)
@@ -216,7 +282,7 @@ class _Turns:
 
     def _figures(self, plain: _Took, ours: _Took) -> dict[str, object]:
         gaps = np.concatenate(self._gaps).astype(np.float64)
-        pause_s = float(np.mean(self._pauses_s))
+        pause_s = float(np.mean(self._pauses_s["sparse"]))
         sizes = np.abs(gaps)
         exact = self._setup.dtype == "float32"
         return {
@@ -224,7 +290,9 @@ class _Turns:
             "plain": plain.rates(),
             "ours": ours.rates(),
             "ratio": {name: rate / plain.rates()[name] for name, rate in ours.rates().items()},
-            "pause_ms": bench_report.spread_ms(self._pauses_s),
+            "pause_ms": {
+                kind: bench_report.spread_ms(each) for kind, each in self._pauses_s.items()
+            },
             "generating_share": max(0.0, 1.0 - pause_s / PERIOD_S),
             "parity": {
                 "tokens": gaps.size,
@@ -304,20 +372,16 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
     model = plan.model()
     layout = model.layout()
     with tempfile.TemporaryDirectory(prefix="bench-engine-") as name:
-        state = FileMemory(Path(name, "memory")).allocate("state", layout.total_bytes)
-        write_weights(state.view, seed=1)
-        write_folder(Path(name, "model"), model, layout, state.view)
         setup = EngineSetup(
             layout=layout.table,
             model_config=model.config(),
             threads=plan.threads,
             dtype=arguments.dtype,
             vllm=VllmSetup(gpu_memory_utilization=0.4),
+            in_flight=True,
         )
-        try:
-            result = await _Turns(plan, setup, state, layout).run(Path(name, "model"))
-        finally:
-            state.close()
+        turns = _Turns(plan, setup, FileMemory(Path(name, "memory")), layout)
+        result = await turns.run(Path(name, "model"))
     return {
         **result,
         "parameters": asdict(plan),

@@ -22,16 +22,24 @@ from numpy.typing import NDArray
 
 from echo2p2p.errors import EngineError
 from echo2p2p.ids import Digest, Version
+from echo2p2p.limits import MIB
 from echo2p2p.net.ports import SharedState
-from echo2p2p.weights.layout import Layout
+from echo2p2p.weights.layout import Layout, elements_of, flat_bytes
 from echo2p2p.weights.state import state_digest
-from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
+from echo2p2p.weights.touched import Places, digest_selected, touched_parts
+from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
 from peer.engine.answers import positions_of, vocabulary_of
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, LoadReport, Selection
+from peer.engine.batches import Labels
 from peer.engine.refusal import refusal_of
+from peer.touched import Touched
 from scenarios.parts import CHARACTERS, FIRST_CHARACTER, Life, Pace
 
+GOLDEN: Final = 0.618033988749895
+"""Spreads what follows each other."""
+KEPT_BYTES: Final = 16 * MIB
+"""A smaller model's bits are kept, so that only what changes need be loaded."""
 THOUGHT: Final = FIRST_CHARACTER + CHARACTERS.index(".")
 
 
@@ -44,6 +52,10 @@ class EngineFaults:
     die_at_load: int | None = None
     wrong_weights_at_load: int | None = None
     """One bit differs from what was given: `FakeEngine.prove` tells."""
+    wrong_weights_from_load: int | None = None
+    """As before, at this load and all after it."""
+    skipped_load: int | None = None
+    """Nothing is loaded, and nothing said."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,8 @@ class FakeEngine:
         self._layout: Layout | None = None
         self._model_config = "{}"
         self._loaded: tuple[Version, Digest] | None = None
+        self._bits = bytearray()
+        self._stretching: trio.CancelScope | None = None
         self._loads = 0
         self._generates = 0
 
@@ -129,50 +143,136 @@ class FakeEngine:
             kind="fake", device="none", dtype=setup.dtype, memory_bytes=setup.layout.total_bytes
         )
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
         """See `Engine`."""
         self._loads += 1
-        self._loaded = None
+        before, self._loaded = self._loaded, None
         if self._loads == self._faults.die_at_load:
             self.kill()
         await self._life.spend(self._load_s)
         layout = self._started()
-        bits = bytearray(state.view)
-        if len(bits) != layout.total_bytes:
-            raise EngineError(f"a state of {len(bits)} bytes for {layout.total_bytes}")
-        if self._loads == self._faults.wrong_weights_at_load:
+        if len(state.view) != layout.total_bytes:
+            raise EngineError(f"a state of {len(state.view)} bytes for {layout.total_bytes}")
+        sparse = bool(touched and before and self._bits and touched.base == before[0])
+        bits = self._bits if sparse else bytearray(layout.total_bytes)
+        if self._loads != self._faults.skipped_load:
+            self._copy(bits, state.view, touched.places if sparse and touched else None)
+        first_wrong = self._faults.wrong_weights_from_load
+        wrong = first_wrong is not None and self._loads >= first_wrong
+        if wrong or self._loads == self._faults.wrong_weights_at_load:
             bits[len(bits) // 2] ^= 1
+        self._bits = bits if len(bits) <= KEPT_BYTES else bytearray()
         self._loaded = version, state_digest(layout, bits)
-        return LoadReport(version=version, seconds=self._load_s)
+        return LoadReport(version=version, seconds=self._load_s, sparse=sparse)
 
-    async def prove(self) -> Digest:
+    def _copy(self, bits: bytearray, state: memoryview, places: Places | None) -> None:
+        if places is None:
+            bits[:] = state
+            return
+        layout = self._started()
+        old, new = flat_bytes(layout, bits, writable=True), flat_bytes(layout, state)
+        for part in touched_parts(layout, places):
+            tensor = layout.tensors[part.tensor]
+            elements_of(old, tensor)[part.elements] = elements_of(new, tensor)[part.elements]
+
+    async def prove(self, selection: Selection | None = None) -> Digest:
         """See `Engine`."""
         await self._life.spend(0)
-        return self._label()[1]
+        digest = self._label()[1]
+        if selection is None:
+            return digest
+        places = selection.touched.places
+        return digest_selected(self._started(), self._bits, places, selection.window)
 
-    async def generate(self, leases: list[Lease], *, timeout_s: float = inf) -> list[Generated]:
+    async def generate(
+        self, leases: list[Lease], *, timeout_s: float = inf, between: Between | None = None
+    ) -> list[Generated]:
         """See `Engine`."""
         self._generates += 1
         await self._life.spend(0)
-        version, digest = self._label()
+        self._label()
         if self._generates == self._faults.hang_at_generate:
             await self._life.hang(min(timeout_s, self._timeout_s), "generate")
         refusals = [self._refusal(lease) for lease in leases]
         answers = [
-            () if refusal else self._answer(lease, version, digest)
+            () if refusal else self._answer(lease)
             for lease, refusal in zip(leases, refusals, strict=True)
         ]
-        longest = max((s.tokens.length for answer in answers for s in answer), default=0)
-        seconds = longest * self._seconds_per_token
+        done = 0
+        seconds = _longest(answers) * self._seconds_per_token
         if self._generates == self._faults.die_at_generate:
             await self._life.spend(seconds / 2)
             self.kill()
-        await self._life.spend(seconds)
+        while done < _longest(answers):
+            done += await self._stretch(_longest(answers) - done)
+            if done < _longest(answers) and between is not None:
+                label = self._label()
+                await between()
+                if self._label() != label:
+                    answers = self._go_on(leases, answers, done)
+        seconds = _longest(answers) * self._seconds_per_token
+        await self._life.spend(0)
         share = seconds / max(1, len(leases))
         return [
             Generated(lease.lease_id, answer, share, refusal)
             for lease, answer, refusal in zip(leases, answers, refusals, strict=True)
         ]
+
+    async def _stretch(self, tokens: int) -> int:
+        """Generate until interrupted; return how many tokens of each sample that were."""
+        began = trio.current_time()
+        with trio.CancelScope() as self._stretching:
+            await self._life.spend(tokens * self._seconds_per_token)
+        stopped, self._stretching = self._stretching.cancelled_caught, None
+        if not stopped:
+            return tokens
+        await self._life.spend(0)
+        spent = (trio.current_time() - began) / max(1e-9, self._seconds_per_token)
+        return min(tokens, int(spent) + 1)
+
+    def interrupt(self) -> None:
+        """See `Engine`."""
+        if self._stretching is not None:
+            self._stretching.cancel()
+
+    def _go_on(
+        self, leases: list[Lease], answers: list[tuple[Sample, ...]], done: int
+    ) -> list[tuple[Sample, ...]]:
+        """Let what comes after the first ``done`` tokens be of the version that is loaded now."""
+        return [
+            tuple(
+                self._joined(lease, *each, done) for each in zip(lease.seeds, answer, strict=True)
+            )
+            if answer
+            else ()
+            for lease, answer in zip(leases, answers, strict=True)
+        ]
+
+    def _joined(self, lease: Lease, seed: int, old: Sample, done: int) -> Sample:
+        """Go on with a sample after its first ``done`` tokens, of which it may have fewer."""
+        if done >= old.tokens.length:
+            return old
+        version, digest = self._label()
+        prompt = to_tokens(lease.prompt)
+        new = self._sample(lease, prompt, seed, version, digest)
+        after = to_tokens(new.tokens).tolist()
+        # One that would have ended by now ends at once.
+        tokens = [*to_tokens(old.tokens)[:done].tolist(), *(after[done:] or after[-1:])]
+        logprobs = to_logprobs(old.logprobs)[:done].tolist()
+        logprobs += _scores(_drawn(digest, prompt, seed), tokens)[done:]
+        labels = Labels()
+        for span in old.spans:
+            if span.start < done:
+                labels.note(Version(span.version), span.start)
+        labels.note(version, done)
+        return Sample(
+            tokens=from_tokens(tokens),
+            logprobs=from_logprobs(logprobs),
+            spans=labels.spans(len(tokens)),
+            finish=new.finish,
+        )
 
     async def close(self) -> None:
         """See `Engine`."""
@@ -193,7 +293,8 @@ class FakeEngine:
         positions, vocabulary = positions_of(self._model_config), vocabulary_of(self._model_config)
         return refusal_of(lease, to_tokens(lease.prompt), positions, vocabulary)
 
-    def _answer(self, lease: Lease, version: Version, digest: Digest) -> tuple[Sample, ...]:
+    def _answer(self, lease: Lease) -> tuple[Sample, ...]:
+        version, digest = self._label()
         prompt = to_tokens(lease.prompt)
         return tuple(self._sample(lease, prompt, seed, version, digest) for seed in lease.seeds)
 
@@ -205,7 +306,7 @@ class FakeEngine:
         version: Version,
         digest: Digest,
     ) -> Sample:
-        drawn = blake3(digest + prompt.tobytes() + seed.to_bytes(8, "little")).digest()
+        drawn = _drawn(digest, prompt, seed)
         rng = random.Random(drawn)  # noqa: S311 - to be replayed, not to be secret
         if lease.forced is not None:
             tokens = to_tokens(lease.forced).tolist()
@@ -215,11 +316,9 @@ class FakeEngine:
             tokens = [*tokens, *lease.stop_ids[:1]][: lease.tokens_max]
             tokens = tokens or [int(prompt[0])]
         finish: Literal["stop", "length"] = "stop" if tokens[-1] in lease.stop_ids else "length"
-        words = np.asarray(tokens, dtype="<u4").tobytes()
-        scores = random.Random(blake3(drawn + words).digest())  # noqa: S311
         return Sample(
             tokens=from_tokens(tokens),
-            logprobs=from_logprobs([-2 * scores.random() - 0.01 for _ in tokens]),
+            logprobs=from_logprobs(_scores(drawn, tokens)),
             spans=[Span(version=version, start=0, end=len(tokens))],
             finish=finish,
         )
@@ -229,3 +328,17 @@ class FakeEngine:
         if rng.random() < self._skill:
             return sorted(body)
         return rng.choice([sorted(body, reverse=True), body, body[:-1]])
+
+
+def _scores(drawn: bytes, tokens: list[int]) -> list[float]:
+    """Return log-probs: of a token's place and number, whatever comes after it."""
+    rng = random.Random(blake3(drawn + b"scores").digest())  # noqa: S311
+    return [-2 * ((rng.random() + token * GOLDEN) % 1.0) - 0.01 for token in tokens]
+
+
+def _longest(answers: list[tuple[Sample, ...]]) -> int:
+    return max((sample.tokens.length for answer in answers for sample in answer), default=0)
+
+
+def _drawn(digest: Digest, prompt: NDArray[np.uint32], seed: int) -> bytes:
+    return blake3(digest + prompt.tobytes() + seed.to_bytes(8, "little")).digest()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import trio
 
@@ -49,6 +49,7 @@ class PeerSpec:
     """Of a version into the engine."""
     seconds_per_token: float = 0.1
     leases_at_once: int = 2
+    switch: Literal["finish", "in-flight"] = "finish"
     lengths: Lengths = field(default_factory=Lengths)
     """Of the thinking before an answer."""
     nat: bool = False

@@ -92,6 +92,8 @@ class PeersSection(Section):
     """Of an engine, for a batch."""
     leases_at_once: Annotated[int, Field(ge=1, le=64)] = 2
     """Of an engine's batch."""
+    engine_switch: Literal["finish", "in-flight"] = "finish"
+    """What becomes of answers under way when a version comes, as a volunteer may set it."""
     tokens: Range = (0.0, 0.0)
     """Lengths of the thinking before an answer, shortest and longest."""
     tokens_tail: bool = False
@@ -274,6 +276,7 @@ def _draw_peer(group: PeersSection, name: str, rng: random.Random) -> PeerSpec:
         load_s=drawn(group.engine_load_s, rng),
         seconds_per_token=drawn(group.seconds_per_token, rng),
         leases_at_once=group.leases_at_once,
+        switch=group.engine_switch,
         lengths=Lengths(int(group.tokens[0]), int(group.tokens[1]), group.tokens_tail),
         nat=rng.random() < group.nat_share,
         clock_ahead_s=group.clock_ahead_s,

@@ -288,6 +288,7 @@ class World:
                 "relay": {"public_host": None if spec.nat else spec.name},
                 "engine": {
                     "leases_at_once": spec.leases_at_once,
+                    "switch": spec.switch,
                     "generate_timeout_s": HANG_S,
                 },
             }

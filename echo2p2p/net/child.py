@@ -41,6 +41,7 @@ from echo2p2p.net.child_worker import (
     Failure,
     FrameTooLongError,
     FromChild,
+    Nudge,
     Progress,
     Reply,
     encode_body,
@@ -105,6 +106,7 @@ class ChildProcess:
         self._broken: str | None = "it was never started"
         self._idle = trio.Event()
         self._idle.set()
+        self._nudged = trio.Event()
         self._spawning = trio.Lock()
         self._closing = False
         self._closed = trio.Event()
@@ -201,7 +203,7 @@ class ChildProcess:
             frame = encode_frame(Call(method=method, body=encode_body(argument)))
         except FrameTooLongError as error:
             raise self._error(f"{method!r} was not asked: {error}", last_words=False) from error
-        self._idle = trio.Event()
+        self._idle, self._nudged = trio.Event(), trio.Event()
         self._broken = f"its call {method!r} was cancelled"
         try:
             answer = await self._exchange(
@@ -220,6 +222,18 @@ class ChildProcess:
             raise self._error(self._broken) from error
         finally:
             self._idle.set()
+
+    def nudge(self) -> None:
+        """Ask for an early answer to the call under way; the method may not know how.
+
+        Returns at once. Without a call it does nothing.
+        """
+        self._nudged.set()
+
+    async def _pass_nudge(self, stream: trio.SocketStream) -> None:
+        await self._nudged.wait()
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await stream.send_all(encode_frame(Nudge()))
 
     async def _exchange(
         self,
@@ -242,6 +256,7 @@ class ChildProcess:
             with gone, trio.move_on_after(inf if timeout_s is None else timeout_s) as limit:
                 try:
                     await stream.send_all(frame)
+                    nursery.start_soon(self._pass_nudge, stream)
                     while answer is None:
                         message = await self._receive(stream, silence_s)
                         if isinstance(message, Progress):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import signal
 import socket
 import struct
@@ -67,6 +68,13 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     body: msgspec.Raw
 
 
+class Nudge(msgspec.Struct, frozen=True, tag="nudge"):
+    """Parent to child, while a call runs: answer before it is done, if you can.
+
+    It has no answer of its own, and one that comes too late for its call says nothing.
+    """
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """Child to parent, any number of times before the answer: a sign of life."""
 
@@ -94,6 +102,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """Of a `ConfigError`, whose detail is then ``detail``: the user's own fault."""
 
 
+ToChild = Call | Nudge
 FromChild = Beat | Progress | Reply | Failure
 
 
@@ -143,12 +152,26 @@ class Channel:
 
     def receive(self) -> Call | None:
         """Return the next call, or ``None`` when the parent has closed its end."""
+        while isinstance(message := self._next(), Nudge):
+            pass
+        return message
+
+    def nudged(self) -> bool:
+        """Whether the parent has sent a `Nudge` since the call that runs; never waits."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0)) and self._next() is not None
+
+    def _next(self) -> ToChild | None:
         header = self._read(HEADER.size)
         if header is None:
             return None
         (size,) = HEADER.unpack(header)
         body = self._read(size)
-        return None if body is None else msgspec.msgpack.decode(body, type=Call)
+        if body is None:
+            return None
+        message: ToChild = msgspec.msgpack.decode(body, type=ToChild)
+        return message
 
     def send(self, message: FromChild) -> None:
         """Send one message; blocks until the socket has taken all of it. Any thread may."""

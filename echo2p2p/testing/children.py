@@ -25,6 +25,8 @@ from echo2p2p.net.child import ChildProcess
 from echo2p2p.net.child_worker import Method, Report, Stopwatch
 
 MODULE = "echo2p2p.testing.children"
+CHANNEL: child_worker.Channel | None = None
+"""Of the process that is the child."""
 
 
 def make_child(**options: Any) -> ChildProcess:  # noqa: ANN401 - passed on
@@ -178,6 +180,18 @@ def _count(limit: int, report: Report) -> int:
     return limit
 
 
+def _wait_nudged(seconds: float, report: Report) -> bool:
+    """Work until we are nudged, or the time is over; return which."""
+    assert CHANNEL is not None
+    watch = Stopwatch()
+    report(0)
+    while watch.seconds() < seconds:
+        if CHANNEL.nudged():
+            return True
+        Event().wait(0.01)
+    return False
+
+
 def _write(count: int, _: Report) -> int:
     print("x" * count + " end", flush=True)  # noqa: T201 - what the parent must find
     return count
@@ -214,6 +228,7 @@ METHODS: dict[str, Method] = {
     "work_below": Method(float, _work_below, beats=True),
     "wait_below": Method(float, _wait_below, beats=True),
     "count": Method(int, _count),
+    "wait_nudged": Method(float, _wait_nudged),
     "write": Method(int, _write),
     "environment": Method(str, _environment),
     "modules": Method(type(None), _modules),
@@ -238,7 +253,9 @@ def main() -> None:
     if sys.argv[1:2] == ["parent"]:
         trio.run(_own, sys.argv[2])
     else:
-        child_worker.serve(child_worker.connect(), METHODS, beat_s=0.1)
+        global CHANNEL  # noqa: PLW0603 - set once, before anything is served
+        CHANNEL = child_worker.connect()
+        child_worker.serve(CHANNEL, METHODS, beat_s=0.1)
 
 
 if __name__ == "__main__":

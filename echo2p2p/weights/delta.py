@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from echo2p2p.weights import kernels
@@ -22,8 +23,18 @@ from echo2p2p.weights.changes import Changes
 from echo2p2p.weights.cuts import Finder, Piece, mapped, pieces, shortest, windows
 from echo2p2p.weights.forms import decode_block, find_changes
 from echo2p2p.weights.kernels import Found
-from echo2p2p.weights.layout import DTYPES, Dtype, Layout, Sequence, flat_bytes, segments_of
+from echo2p2p.weights.layout import (
+    DTYPES,
+    Dtype,
+    Layout,
+    Sequence,
+    flat_bytes,
+    segments_of,
+    stretches_of,
+)
 from echo2p2p.weights.policy import SMALLEST, FormPolicy
+from echo2p2p.weights.stretch import walk
+from echo2p2p.weights.touched import Places
 
 Bytes = bytes | bytearray | memoryview
 
@@ -158,6 +169,25 @@ class DeltaApply:
         self.advance(self._payload_bytes)
         for _ in mapped(self._write, self._blocks, self._threads):
             pass
+
+    def touched(self, places_max: int) -> Places | None:
+        """Return where elements were written, the very places and no other.
+
+        ``None``: they are more than ``places_max``, or were not worked out for all blocks.
+        """
+        worked_out = [(block, each) for block, each in self._blocks if each is not None]
+        count = sum(changes.where.size for _, changes in worked_out)
+        if count > places_max or len(worked_out) < len(self._blocks):
+            return None
+        found: list[Places] = []
+        for block, changes in worked_out:
+            sequence = self._layout.sequences[block.sequence]
+            starts = [at for at, _ in stretches_of(sequence, block.first, block.count)]
+            for number, origin, part in walk(self._segments(block), changes.where):
+                where = changes.where[part].astype(np.int64) - origin
+                found.append(starts[number] + where * self._dtype(block).item_bytes)
+        places: Places = np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        return places
 
     def _segments(self, block: Block) -> list[NDArray[Any]]:
         sequence = self._layout.sequences[block.sequence]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -207,15 +207,21 @@ def segments_of(
 ) -> list[NDArray[Any]]:
     """Return elements ``first .. first + count`` of a sequence, sharing memory with ``flat``."""
     dtype = DTYPES[sequence.dtype]
+    return [
+        flat[start : start + taken * dtype.item_bytes].view(dtype.bits)
+        for start, taken in stretches_of(sequence, first, count)
+    ]
+
+
+def stretches_of(sequence: Sequence, first: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield where elements ``first .. first + count`` of a sequence lie: first byte and number."""
+    item_bytes = DTYPES[sequence.dtype].item_bytes
     at = bisect.bisect_right(sequence.extents, first, key=lambda extent: extent.first) - 1
-    segments = []
     while count:
         extent = sequence.extents[at]
         taken = min(count, extent.first + extent.elements - first)
-        start = extent.offset + (first - extent.first) * dtype.item_bytes
-        segments.append(flat[start : start + taken * dtype.item_bytes].view(dtype.bits))
+        yield extent.offset + (first - extent.first) * item_bytes, taken
         first, count, at = first + taken, count - taken, at + 1
-    return segments
 
 
 def _sequences(tensors: list[Tensor]) -> tuple[Sequence, ...]:

@@ -10,7 +10,7 @@ cannot see is a plausible lie.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import numpy as np
@@ -46,14 +46,17 @@ def _number(model_config: str, key: str, unknown: int) -> int:
 
 
 def check_answers(
-    leases: Sequence[Lease], answers: Sequence[Generated], version: Version, vocabulary: int
+    leases: Sequence[Lease],
+    answers: Sequence[Generated],
+    versions: Collection[Version],
+    vocabulary: int,
 ) -> None:
     """Check an engine's answers to ``leases``, of which none may be missing.
 
     Args:
         leases: As asked.
         answers: As answered.
-        version: What the engine has proved.
+        versions: What the engine has proved, one after the other, from when it was asked.
         vocabulary: Token ids are below this.
 
     Raises:
@@ -61,7 +64,9 @@ def check_answers(
     """
     if [answer.lease_id for answer in answers] != [lease.lease_id for lease in leases]:
         raise EngineError(f"the engine answered {len(answers)} of {len(leases)} leases, or others")
-    expect = Expectation(vocabulary=vocabulary, steps={version: Step(0)}, dead=frozenset())
+    expect = Expectation(
+        vocabulary=vocabulary, steps=dict.fromkeys(versions, Step(0)), dead=frozenset()
+    )
     for lease, answer in zip(leases, answers, strict=True):
         if answer.refused and not answer.samples:
             continue

@@ -1,18 +1,20 @@
 """The port of an inference engine. Real engines run in a child process; the fake runs inline.
 
 The caller owns the flat state (a `SharedState`) and must not change it while `load` runs. Calls
-are made one at a time, except `close`.
+are made one at a time, except `close` and `interrupt`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedState
+from echo2p2p.weights.touched import Window
 from echo2p2p.wire.messages import LayoutTable, Lease, Sample
+from peer.touched import Touched
 
 GENERATE_TIMEOUT_S: Final = 1800.0
 """For whoever knows no better."""
@@ -21,6 +23,8 @@ GENERATE_TIMEOUT_S: Final = 1800.0
 CACHE_BYTES_CPU: Final = 512 << 20
 """For vLLM's keys and values on a CPU, where it would take nine tenths of the machine."""
 
+Between = Callable[[], Awaitable[None]]
+"""What is done while a batch stands still."""
 Option = bool | int | float | str
 
 
@@ -48,6 +52,8 @@ class EngineSetup:
     """What the engine computes in; weights travel as they are in the layout. ``auto``: bfloat16
     for vLLM on a GPU, else float32."""
     vllm: VllmSetup = VllmSetup()
+    in_flight: bool = False
+    """A version that comes while a batch runs is loaded between two of its tokens, not after it."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +73,20 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Weights are in place, and proved."""
+    """Weights are in place, and not proved yet."""
 
     version: Version
     seconds: float
+    sparse: bool = False
+    """Only what was touched was written; the rest is what it was before."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a proof looks at after a sparse load."""
+
+    touched: Touched
+    window: Window
 
 
 @dataclass(frozen=True)
@@ -98,19 +114,29 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
-        """Read the whole flat state into the engine and label it ``version``.
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
+        """Read the flat state into the engine and label it ``version``.
+
+        Args:
+            version: The state's.
+            state: All of it.
+            touched: Elements that differ from a base. An engine that has loaded this base writes
+                only these; any other loads everything. The report says which it was.
 
         Raises:
-            EngineError: The engine is gone or refused the weights: close and start a new one.
+            EngineError: The engine is gone or refused the weights.
         """
         ...
 
-    async def prove(self) -> Digest:
-        """Return the state digest of the tensors that the kernels really use, read back.
+    async def prove(self, selection: Selection | None = None) -> Digest:
+        """Return the digest of the tensors that the kernels really use, read back.
 
-        The caller compares it with the manifest's ``result_digest``; no work may be taken for a
-        version before they are equal.
+        Of all of them it is the state digest, which the caller compares with the manifest's
+        ``result_digest``. After a sparse load the caller may ask for a selection, and compares with
+        what it makes of its own state (`digest_selected`). No work may be taken for a version
+        before they are equal.
 
         Raises:
             EngineError: The engine is gone.
@@ -118,15 +144,30 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, leases: list[Lease], *, timeout_s: float = GENERATE_TIMEOUT_S
+        self,
+        leases: list[Lease],
+        *,
+        timeout_s: float = GENERATE_TIMEOUT_S,
+        between: Between | None = None,
     ) -> list[Generated]:
         """Answer all leases as one batch, in their order.
+
+        When it is interrupted it stops after a token of each sample and awaits ``between``, which
+        may `load` and `prove`, and goes on with what is loaded then: what came before a token was
+        computed anew with the weights that this token is sampled with, and its log-prob is theirs.
 
         A lease that this model cannot answer (a prompt longer than its context, tokens that it
         does not have) is refused by itself; the others are answered.
 
         Raises:
             EngineError: The engine is gone or took longer than ``timeout_s``; the leases are lost.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Let a batch that is generating stop for its ``between``; returns at once.
+
+        A batch that is through before that need not stop; without one this does nothing.
         """
         ...
 

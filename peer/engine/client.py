@@ -13,12 +13,15 @@ from echo2p2p.net.ports import SharedState
 from echo2p2p.wire.messages import Lease
 from peer.engine.base import (
     GENERATE_TIMEOUT_S,
+    Between,
     EngineInfo,
     EngineSetup,
     Generated,
     LoadReport,
+    Selection,
 )
-from peer.engine.calls import LoadCall, PhaseReply
+from peer.engine.calls import BatchReply, LoadCall, PhaseReply, ProveCall, TouchedFile
+from peer.touched import Touched
 
 
 class EngineProcess:
@@ -56,6 +59,7 @@ class EngineProcess:
             log_file=log_file,
             memory_max_bytes=memory_max_bytes,
         )
+        self._generating = False
         self._on_phase = on_phase
         self._start_silence_s = start_silence_s
         self._load_timeout_s = load_timeout_s
@@ -74,23 +78,49 @@ class EngineProcess:
             progress_kind=PhaseReply,
         )
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
         """Read the shared state; see the port."""
         if not state.path:
             raise LocalProtocolError("an engine process needs a shared state in a file")
-        call = LoadCall(version, state.path)
+        call = LoadCall(version, state.path, TouchedFile.of(touched))
         return await self.child.call("load", call, LoadReport, timeout_s=self._load_timeout_s)
 
-    async def prove(self) -> Digest:
+    async def prove(self, selection: Selection | None = None) -> Digest:
         """Read the live weights back; see the port."""
-        digest = await self.child.call("prove", None, bytes, timeout_s=self._prove_timeout_s)
+        call = ProveCall.of(selection)
+        digest = await self.child.call("prove", call, bytes, timeout_s=self._prove_timeout_s)
         return Digest(digest)
 
     async def generate(
-        self, leases: list[Lease], *, timeout_s: float = GENERATE_TIMEOUT_S
+        self,
+        leases: list[Lease],
+        *,
+        timeout_s: float = GENERATE_TIMEOUT_S,
+        between: Between | None = None,
     ) -> list[Generated]:
-        """Answer leases; see the port."""
-        return await self.child.call("generate", leases, list[Generated], timeout_s=timeout_s)
+        """Answer leases; see the port. ``timeout_s`` is for each stretch without a stop."""
+        reply = await self._stretch("generate", leases, timeout_s)
+        while reply.answers is None:
+            if between is not None:
+                await between()
+            reply = await self._stretch("resume", None, timeout_s)
+        return reply.answers
+
+    async def _stretch(
+        self, method: str, leases: list[Lease] | None, timeout_s: float
+    ) -> BatchReply:
+        self._generating = True
+        try:
+            return await self.child.call(method, leases, BatchReply, timeout_s=timeout_s)
+        finally:
+            self._generating = False
+
+    def interrupt(self) -> None:
+        """Nudge the batch under way; see the port."""
+        if self._generating:
+            self.child.nudge()
 
     async def close(self) -> None:
         """End it; see the port."""

@@ -12,13 +12,14 @@ cache repeated for its samples; rows that have ended leave the batch when half o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from echo2p2p.errors import ConfigError, EngineError
@@ -26,11 +27,13 @@ from echo2p2p.ids import Digest, Version
 from echo2p2p.net.child_worker import Stopwatch, resident_bytes
 from echo2p2p.net.memory import map_state
 from echo2p2p.weights.layout import Layout
-from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import Part, selection_bytes, touched_parts
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
-from echo2p2p.wire.messages import Lease, Sample, Span
+from echo2p2p.wire.messages import Lease, Sample
 from peer.engine import trial
 from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.batches import Answering, Labels, finish
+from peer.engine.calls import EVERYTHING, ProveCall, TouchedFile, parts_of, proof_of
 from peer.engine.hf_batch import Batch
 from peer.engine.model_config import plain_config, unusable
 from peer.engine.refusal import refusal_of
@@ -54,12 +57,17 @@ class _Row:
     open: bool = True
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    labels: Labels = field(default_factory=Labels)
 
     def take(self, token: int, logprob: float) -> None:
         """Add a token, which may be the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.open = token not in self.lease.stop_ids and len(self.tokens) < self.lease.tokens_max
+
+    def held(self, prompt: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Return prompt and tokens."""
+        return np.concatenate([prompt, np.array(self.tokens, dtype=np.uint32)])
 
 
 class HfEngine:
@@ -87,6 +95,7 @@ class HfEngine:
         config = self._model.config.get_text_config()
         self._vocabulary = int(config.vocab_size)
         self._positions: int = getattr(config, "max_position_embeddings", None) or 1 << 62
+        self._loads = 0
         self._version: Version | None = trial.VERSION
         self._tokens_per_s = trial.measure_tokens_per_s(self.generate)
         self._version = None
@@ -121,38 +130,61 @@ class HfEngine:
     # --- weights ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load(self, version: Version, path: str) -> LoadReport:
-        """Copy the shared state into the live parameters."""
+    def load(self, version: Version, path: str, touched: TouchedFile | None = None) -> LoadReport:
+        """Copy the shared state, or what was touched of it, into the live parameters."""
         watch = Stopwatch()
+        sparse = touched is not None and touched.base == self._version
         self._version = None
         mapped = map_state(path, self._layout.total_bytes, writable=False)
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
-        for entry, spec in zip(self._layout.tensors, self._setup.layout.tensors, strict=True):
-            raw = flat[entry.offset : entry.offset + entry.bytes]
-            if entry.offset % entry.item_bytes:
-                raw = raw.clone()
-            source = raw.view(STATE_DTYPES[spec.dtype]).view(spec.shape)
-            self._names[spec.name].copy_(source)
-        del flat, raw, source
+        if sparse and touched is not None:
+            for part in touched_parts(self._layout, touched.places()):
+                self._write(flat, part)
+        else:
+            for number, entry in enumerate(self._layout.tensors):
+                self._write(flat, Part(number, slice(0, entry.elements)))
+        del flat
         mapped.close()
         self._version = version
-        return LoadReport(version=version, seconds=watch.seconds())
+        self._loads += 1
+        return LoadReport(version=version, seconds=watch.seconds(), sparse=sparse)
+
+    def _write(self, flat: Tensor, part: Part) -> None:
+        """Copy some elements of a tensor from a flat state."""
+        entry, spec = self._layout.tensors[part.tensor], self._setup.layout.tensors[part.tensor]
+        raw = flat[entry.offset : entry.offset + entry.bytes]
+        if entry.offset % entry.item_bytes:
+            raw = raw.clone()
+        source, live = raw.view(STATE_DTYPES[spec.dtype]), self._names[spec.name]
+        if isinstance(part.elements, slice):
+            live.copy_(source.view(spec.shape))
+        else:
+            where = torch.from_numpy(part.elements)
+            live.view(-1)[where.to(live.device)] = source[where].to(live.device, live.dtype)
 
     @torch.no_grad()
-    def prove(self) -> Digest:
-        """Return the state digest of the parameters as they are."""
+    def prove(self, call: ProveCall = EVERYTHING) -> Digest:
+        """Return the digest of the parameters as they are, or of what is selected of them."""
         self._label()
-        state = bytearray(self._layout.total_bytes)
-        flat = torch.frombuffer(state, dtype=torch.uint8)
+        parts = parts_of(self._layout, call)
+        bits = bytearray(selection_bytes(self._layout, parts))
+        out, at = torch.frombuffer(bits, dtype=torch.uint8) if bits else torch.empty(0), 0
         live = self._model.state_dict(keep_vars=True)
-        for entry, spec in zip(self._layout.tensors, self._setup.layout.tensors, strict=True):
+        for part in parts:
+            spec = self._setup.layout.tensors[part.tensor]
             tensor = live[spec.name].detach()
             if any(live[name].data_ptr() != tensor.data_ptr() for name in spec.tied):
                 raise EngineError(f"{spec.name} is no longer tied to {', '.join(spec.tied)}")
-            bits = tensor.to("cpu", STATE_DTYPES[spec.dtype]).reshape(-1)
-            flat[entry.offset : entry.offset + entry.bytes].copy_(bits.view(torch.uint8))
-        del flat
-        return state_digest(self._layout, state)
+            chosen: slice | Tensor
+            if isinstance(part.elements, slice):
+                chosen = part.elements
+            else:
+                chosen = torch.from_numpy(part.elements).to(tensor.device)
+            read = tensor.reshape(-1)[chosen].to("cpu", STATE_DTYPES[spec.dtype]).view(torch.uint8)
+            out[at : at + read.numel()].copy_(read)
+            at += read.numel()
+        del out
+        return proof_of(self._layout, call, bits)
 
     def _label(self) -> Version:
         if self._version is None:
@@ -161,15 +193,22 @@ class HfEngine:
 
     # --- generation ---------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def generate(self, leases: Sequence[Lease]) -> list[Generated]:
         """Answer all leases as one batch, in their order; see the port.
 
         Raises:
             EngineError: There are no weights.
         """
+        return finish(self.begin(leases))
+
+    def begin(self, leases: Sequence[Lease]) -> Answering:
+        """Answer leases, token by token.
+
+        Raises:
+            EngineError: There are no weights.
+        """
         watch = Stopwatch()
-        version = self._label()
+        self._label()
         prompts = [to_tokens(lease.prompt) for lease in leases]
         refusals = [
             refusal_of(lease, prompt, self._positions, self._vocabulary)
@@ -183,11 +222,10 @@ class HfEngine:
             for seed in leases[place].seeds
         ]
         for start in range(0, len(rows), ROWS_MAX):
-            self._sample(rows[start : start + ROWS_MAX], prompts)
+            yield from self._sample(rows[start : start + ROWS_MAX], prompts)
         for place in good:
             if leases[place].forced is not None:
                 rows += self._score(leases[place], place, prompts[place])
-        assert self._label() == version
         total = max(1, sum(len(row.tokens) for row in rows))
         seconds = watch.seconds()
         answers: list[list[_Row]] = [[] for _ in leases]
@@ -196,39 +234,69 @@ class HfEngine:
         return [
             Generated(
                 lease_id=lease.lease_id,
-                samples=tuple(_to_sample(row, version) for row in answer),
+                samples=tuple(map(_to_sample, answer)),
                 seconds=seconds * sum(len(row.tokens) for row in answer) / total,
                 refused=refusal,
             )
             for lease, answer, refusal in zip(leases, answers, refusals, strict=True)
         ]
 
-    def _sample(self, rows: Sequence[_Row], prompts: Sequence[NDArray[np.uint32]]) -> None:
-        """Fill the rows' tokens and log-probs: one token of each a turn, until all have ended."""
+    def _sample(
+        self, rows: Sequence[_Row], prompts: Sequence[NDArray[np.uint32]]
+    ) -> Iterator[None]:
+        """Fill the rows' tokens and log-probs: one token of each a turn, until all have ended.
+
+        With other weights than in the turn before, all that the rows hold is computed anew.
+        """
         used = sorted({row.place for row in rows})
-        batch = Batch(self._model, [prompts[place] for place in used], self._device)
-        batch.select([used.index(row.place) for row in rows])
+        version, loads = self._label(), self._loads
+        with torch.inference_mode():
+            batch = Batch(self._model, [prompts[place] for place in used], self._device)
+            batch.select([used.index(row.place) for row in rows])
         uniforms = Uniforms([row.seed for row in rows])
         shape = Distributions([row.lease.sampling for row in rows], self._device)
         active = rows  # aligned with the batch, the uniforms and the distributions
         while True:
-            logprobs = shape.log_softmax(batch.logits)
-            tokens = choose(logprobs, uniforms.draw())
-            values = logprobs.gather(-1, tokens[:, None])[:, 0]
-            for row, token, value in zip(active, tokens.tolist(), values.tolist(), strict=True):
-                if row.open:
-                    row.take(token, value)
+            with torch.inference_mode():
+                tokens = self._turn(batch, shape, uniforms, active, version)
+            yield
             going = [place for place, row in enumerate(active) if row.open]
             if not going:
                 return
-            if 2 * len(going) <= len(active):
-                batch.select(going)
-                shape.keep(going)
-                uniforms.keep(going)
-                tokens = tokens[going]
-                active = [active[place] for place in going]
-            batch.step(tokens)
+            with torch.inference_mode():
+                same = loads == self._loads
+                version, loads = self._label(), self._loads
+                if 2 * len(going) <= len(active) or not same:
+                    batch.select(going)
+                    shape.keep(going)
+                    uniforms.keep(going)
+                    tokens = tokens[going]
+                    active = [active[place] for place in going]
+                if same:
+                    batch.step(tokens)
+                else:
+                    held = [row.held(prompts[row.place]) for row in active]
+                    batch = Batch(self._model, held, self._device)
 
+    def _turn(
+        self,
+        batch: Batch,
+        shape: Distributions,
+        uniforms: Uniforms,
+        active: Sequence[_Row],
+        version: Version,
+    ) -> Tensor:
+        """Add a token to each row that is open; return the tokens."""
+        logprobs = shape.log_softmax(batch.logits)
+        tokens = choose(logprobs, uniforms.draw())
+        values = logprobs.gather(-1, tokens[:, None])[:, 0]
+        for row, token, value in zip(active, tokens.tolist(), values.tolist(), strict=True):
+            if row.open:
+                row.labels.note(version, len(row.tokens))
+                row.take(token, value)
+        return tokens
+
+    @torch.inference_mode()
     def _score(self, lease: Lease, place: int, prompt: NDArray[np.uint32]) -> list[_Row]:
         """Return the log-probs of given tokens, the same for each seed."""
         assert lease.forced is not None
@@ -242,18 +310,21 @@ class HfEngine:
         logprobs = Distributions([lease.sampling], self._device).log_softmax(logits)
         wanted = tokens[prompt.size :, None].to(self._device)
         values = logprobs.gather(-1, wanted)[:, 0].tolist()
-        return [
+        rows = [
             _Row(lease, place, seed, tokens=forced.tolist(), logprobs=values)
             for seed in lease.seeds
         ]
+        for row in rows:
+            row.labels.note(self._label(), 0)
+        return rows
 
 
-def _to_sample(row: _Row, version: Version) -> Sample:
+def _to_sample(row: _Row) -> Sample:
     finish: Literal["stop", "length"] = "stop" if row.tokens[-1] in row.lease.stop_ids else "length"
     return Sample(
         tokens=from_tokens(row.tokens),
         logprobs=from_logprobs(row.logprobs),
-        spans=[Span(version=version, start=0, end=len(row.tokens))],
+        spans=row.labels.spans(len(row.tokens)),
         finish=finish,
     )
 

@@ -6,8 +6,9 @@ of no meaning, and each version is copied from the shared state into its live, f
 
 vLLM runs inside this process, which is a child already; only under tensor parallelism does it make
 processes of its own. Each sample is a request with its own seed. The samples of a lease share the
-blocks of their prompt through vLLM's prefix cache, which is emptied at each load, when no request
-runs, so that versions never mix in it.
+blocks of their prompt through vLLM's prefix cache, which is emptied at each load, so that versions
+never mix in it: requests that run then compute their keys and values anew, and vLLM says which
+version each of their tokens was sampled with.
 
 Log-probs are of the distribution that was drawn from, after temperature, top-k and top-p. Given
 tokens are scored by one request a token that asks for this token's log-prob, because vLLM scores
@@ -19,10 +20,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
 import torch
 
 from echo2p2p.errors import ConfigError, EngineError
@@ -31,7 +33,7 @@ from echo2p2p.net.child_worker import Stopwatch, one_line
 from echo2p2p.net.memory import map_state
 from echo2p2p.net.process_memory import tree_memory
 from echo2p2p.weights.layout import Layout
-from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import selection_bytes
 from echo2p2p.wire import codec
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
@@ -44,6 +46,8 @@ from peer.engine.base import (
     LoadReport,
     Option,
 )
+from peer.engine.batches import Answering, Labels, finish
+from peer.engine.calls import EVERYTHING, ProveCall, TouchedFile, parts_of, proof_of
 from peer.engine.model_config import plain_config
 from peer.engine.refusal import refusal_of
 
@@ -78,6 +82,7 @@ REFUSED_OPTIONS: Final = frozenset(
     | {"enable_sleep_mode", "runner", "convert", "override_generation_config"}
 )
 
+ENDS: Final = frozenset({"stop", "length"})
 DTYPES: Final = frozenset({"auto", "float32", "bfloat16", "float16"})
 BLOCK_TOKENS_CPU: Final = 32
 """A prefix is shared in whole blocks: the least that vLLM takes on CPUs; its default is 128."""
@@ -110,6 +115,7 @@ class VllmEngine:
         torch.set_num_threads(setup.threads)
         vllm = import_vllm()
         self._sampling_params: Callable[..., Any] = vllm.SamplingParams
+        self._at_the_end = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         self._gpu = not vllm.platforms.current_platform.is_cpu()
         self._dtype = setup.dtype if setup.dtype != "auto" else _usual_dtype(gpu=self._gpu)
         phase("building the model; on a GPU compiling and capturing graphs may take minutes")
@@ -123,7 +129,9 @@ class VllmEngine:
         self._model = str(plain["architectures"][0])
         self._check_layout()
         phase("generating for a trial")
-        self._version: Version | None = trial.VERSION
+        self._loads = 0
+        self._version: Version | None = None
+        self._set_label(trial.VERSION)
         self._tokens_per_s = trial.measure_tokens_per_s(self.generate)
         self._version = None
 
@@ -134,7 +142,8 @@ class VllmEngine:
             ConfigError: An option that is not the owner's to choose.
         """
         chosen = self._setup.vllm
-        if ours := REFUSED_OPTIONS & chosen.options.keys():
+        refused = REFUSED_OPTIONS | ({"async_scheduling"} if self._setup.in_flight else set())
+        if ours := refused & chosen.options.keys():
             raise ConfigError(
                 f"engine.vllm.options.{min(ours)}", "is not to be chosen: leave it out"
             )
@@ -147,6 +156,8 @@ class VllmEngine:
         if not self._gpu:
             usual |= {"enforce_eager": True, "block_size": BLOCK_TOKENS_CPU}
             usual["kv_cache_memory_bytes"] = chosen.cache_bytes or CACHE_BYTES_CPU
+        if self._setup.in_flight:
+            usual["async_scheduling"] = False  # or a step would be under way between two steps
         return {**usual, **chosen.options, **OURS, "model": folder, "dtype": self._dtype}
 
     def _check_layout(self) -> None:
@@ -179,31 +190,45 @@ class VllmEngine:
 
     # --- weights ------------------------------------------------------------------------------
 
-    def load(self, version: Version, path: str) -> LoadReport:
-        """Copy the shared state into the live parameters."""
+    def load(self, version: Version, path: str, touched: TouchedFile | None = None) -> LoadReport:
+        """Copy the shared state, or what was touched of it, into the live parameters."""
         watch = Stopwatch()
+        sparse = touched is not None and touched.base == self._version
         self._version = None
-        self._llm.collective_rpc("echo_load", args=(path,))
-        if not self._llm.reset_prefix_cache():
+        if sparse:
+            arguments = (path, msgspec.msgpack.encode(touched))
+            self._llm.collective_rpc("echo_load_touched", args=arguments)
+        else:
+            self._llm.collective_rpc("echo_load", args=(path,))
+        # Running requests compute their keys and values anew, from what is loaded now.
+        if not self._llm.reset_prefix_cache(reset_running_requests=self._setup.in_flight):
             raise EngineError("vLLM keeps prompts of the last version: a request still runs")
-        self._version = version
-        return LoadReport(version=version, seconds=watch.seconds())
+        self._set_label(version)
+        self._loads += 1
+        return LoadReport(version=version, seconds=watch.seconds(), sparse=sparse)
 
-    def prove(self) -> Digest:
-        """Return the state digest of what the kernels use, read back from every rank."""
+    def prove(self, call: ProveCall = EVERYTHING) -> Digest:
+        """Return the digest of what the kernels use, read back from every rank."""
         self._label()
+        size = selection_bytes(self._layout, parts_of(self._layout, call))
         descriptor = os.memfd_create("read-back")
         try:
-            os.ftruncate(descriptor, self._layout.total_bytes)
+            os.ftruncate(descriptor, size)
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
             for rank in range(self._ranks):
-                self._llm.collective_rpc("echo_read_back", args=(path, rank))
-            state = map_state(path, self._layout.total_bytes, writable=False)
-            digest = state_digest(self._layout, memoryview(state))
-            state.close()
+                arguments = (path, rank, msgspec.msgpack.encode(call))
+                self._llm.collective_rpc("echo_read_back", args=arguments)
+            bits = map_state(path, size, writable=False)
+            digest = proof_of(self._layout, call, memoryview(bits))
+            bits.close()
         finally:
             os.close(descriptor)
         return digest
+
+    def _set_label(self, version: Version) -> None:
+        """Label what is loaded, and let vLLM label each token."""
+        self._llm.llm_engine.set_weight_version(str(version))
+        self._version = version
 
     def _label(self) -> Version:
         if self._version is None:
@@ -218,8 +243,16 @@ class VllmEngine:
         Raises:
             EngineError: There are no weights, or vLLM gave a request up.
         """
+        return finish(self.begin(leases))
+
+    def begin(self, leases: Sequence[Lease]) -> Answering:
+        """Answer leases, one of vLLM's steps after the other.
+
+        Raises:
+            EngineError: There are no weights, or vLLM gave a request up.
+        """
         watch = Stopwatch()
-        version = self._label()
+        self._label()
         refusals = [self._refusal(lease) for lease in leases]
         answers: list[tuple[Sample, ...]] = [()] * len(leases)
         drawn = [
@@ -228,12 +261,13 @@ class VllmEngine:
             if not refusals[place] and lease.forced is None
             for seed in lease.seeds
         ]
-        outputs = self._ask([_drawing(leases[place], seed) for place, seed in drawn])
+        outputs = yield from self._ask([_drawing(leases[place], seed) for place, seed in drawn])
         for (place, _), output in zip(drawn, outputs, strict=True):
-            answers[place] += (_to_sample(leases[place], output, version),)
+            answers[place] += (_to_sample(leases[place], output),)
         for place, lease in enumerate(leases):
             if not refusals[place] and lease.forced is not None:
-                answers[place] = (self._score(lease, version),) * lease.samples
+                sample = yield from self._score(lease)
+                answers[place] = (sample,) * lease.samples
         total = max(1, sum(s.tokens.length for answer in answers for s in answer))
         seconds = watch.seconds()
         return [
@@ -252,43 +286,53 @@ class VllmEngine:
             return f"has temperature {lease.sampling.temperature}; vLLM's least is 0.01"
         return refusal_of(lease, to_tokens(lease.prompt), self._positions, self._vocabulary)
 
-    def _ask(self, requests: Sequence[tuple[list[int], dict[str, Any]]]) -> list[Any]:
-        """Return vLLM's outputs, one a request, in order.
+    def _ask(
+        self, requests: Sequence[tuple[list[int], dict[str, Any]]]
+    ) -> Generator[None, None, list[Any]]:
+        """Return vLLM's outputs, one a request, in order; each turn is one of vLLM's steps.
 
         Raises:
             EngineError: vLLM gave one up.
         """
-        if not requests:
-            return []
-        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
-        params = [
-            self._sampling_params(
-                **{"logprobs": 0, "ignore_eos": True, "detokenize": False, **settings}
-            )
-            for _, settings in requests
-        ]
-        answers = self._llm.generate(prompts, params, use_tqdm=False)
-        outputs = [answer.outputs[0] for answer in answers]
+        engine, done = self._llm.llm_engine, {}
+        for number, (prompt, settings) in enumerate(requests):
+            usual = {"logprobs": 0, "ignore_eos": True, "detokenize": False}
+            params = self._sampling_params(**{**usual, **settings, "output_kind": self._at_the_end})
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for answer in engine.step():
+                if answer.finished:
+                    done[answer.request_id] = answer.outputs[0]
+            yield
+        outputs = [done.get(str(number)) for number in range(len(requests))]
         for output in outputs:
-            if output.finish_reason not in {"stop", "length"} or not output.token_ids:
-                raise EngineError(f"vLLM gave a request up: {output.finish_reason}")
+            if output is None or output.finish_reason not in ENDS or not output.token_ids:
+                raise EngineError(f"vLLM gave a request up: {getattr(output, 'finish_reason', '')}")
         return outputs
 
-    def _score(self, lease: Lease, version: Version) -> Sample:
-        """Return given tokens with their log-probs."""
+    def _score(self, lease: Lease) -> Generator[None, None, Sample]:
+        """Return given tokens with their log-probs; scored again if the weights change meanwhile.
+
+        Raises:
+            EngineError: As `_ask`.
+        """
         assert lease.forced is not None
         prompt, forced = to_tokens(lease.prompt).tolist(), to_tokens(lease.forced).tolist()
         settings = _settings(lease) | {"max_tokens": 1, "seed": 0, "logprobs": 1}
-        outputs = self._ask(
-            [
-                (prompt + forced[:place], {**settings, "logprob_token_ids": [token]})
-                for place, token in enumerate(forced)
-            ]
-        )
+        requests = [
+            (prompt + forced[:place], {**settings, "logprob_token_ids": [token]})
+            for place, token in enumerate(forced)
+        ]
+        loads = -1
+        while loads != self._loads:
+            loads = self._loads
+            outputs = yield from self._ask(requests)
         values = [
             output.logprobs[0][token].logprob for token, output in zip(forced, outputs, strict=True)
         ]
-        return _sample(lease, forced, values, version)
+        labels = Labels()
+        labels.note(self._label(), 0)
+        return _sample(lease, forced, values, labels.spans(len(forced)))
 
 
 def _drawing(lease: Lease, seed: int) -> tuple[list[int], dict[str, Any]]:
@@ -305,22 +349,25 @@ def _settings(lease: Lease) -> dict[str, Any]:
     }
 
 
-def _to_sample(lease: Lease, output: Any, version: Version) -> Sample:  # noqa: ANN401 - vLLM's own
+def _to_sample(lease: Lease, output: Any) -> Sample:  # noqa: ANN401 - vLLM's own
     tokens = list(output.token_ids)
     flat = output.logprobs
     # The sampled token's comes first of those at its position.
     starts = flat.start_indices
     if len(starts) != len(tokens) or [flat.token_ids[at] for at in starts] != tokens:
         raise EngineError("vLLM's log-probs are of other tokens than it sampled")
-    return _sample(lease, tokens, [flat.logprobs[at] for at in starts], version)
+    labels = Labels()
+    for span in output.weight_versions or ():
+        labels.note(Version(int(span.version)), span.start)
+    return _sample(lease, tokens, [flat.logprobs[at] for at in starts], labels.spans(len(tokens)))
 
 
-def _sample(lease: Lease, tokens: list[int], logprobs: list[float], version: Version) -> Sample:
+def _sample(lease: Lease, tokens: list[int], logprobs: list[float], spans: list[Span]) -> Sample:
     finish: Literal["stop", "length"] = "stop" if tokens[-1] in lease.stop_ids else "length"
     return Sample(
         tokens=from_tokens(tokens),
         logprobs=from_logprobs(logprobs),
-        spans=[Span(version=version, start=0, end=len(tokens))],
+        spans=spans,
         finish=finish,
     )
 

@@ -18,11 +18,15 @@ be read back cannot be proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import (
@@ -162,12 +166,57 @@ def _whole(path: str, module: nn.Module) -> Iterator[tuple[str, Piece]]:
         yield (f"{path}.{kind}" if path else kind), Piece(parameter.detach(), (), owner)
 
 
-def check_kernels(model: nn.Module, turn: int) -> None:
+def rows_in(
+    piece: Piece, shape: Sequence[int], elements: slice
+) -> tuple[Tensor, tuple[slice, ...]]:
+    """Return what a piece holds of whole rows of its tensor, and where among them it belongs.
+
+    Args:
+        piece: Of the tensor.
+        shape: Of all the tensor.
+        elements: The rows, counted in elements.
+    """
+    if not shape:
+        return piece.live, ()
+    row = max(1, math.prod(shape[1:]))
+    first, past = elements.start // row, elements.stop // row
+    rows, *rest = piece.part or (slice(None),)
+    start, stop, _ = rows.indices(shape[0])
+    low = min(max(start, first), past)
+    high = max(low, min(stop, past))
+    return piece.live[low - start : high - start], (slice(low - first, high - first), *rest)
+
+
+def elements_in(
+    piece: Piece, shape: Sequence[int], elements: NDArray[np.int64]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return which of a tensor's elements a piece holds, and where in the piece these are.
+
+    Returns:
+        ``[elements] bool`` on the CPU, and one index a dimension on the piece's device.
+    """
+    held = np.ones(elements.size, dtype=np.bool_)
+    local = []
+    sizes = tuple(shape) or (1,)
+    for axis, where in enumerate(np.unravel_index(elements, sizes)):
+        bounds = piece.part[axis] if axis < len(piece.part) else slice(None)
+        start, stop, _ = bounds.indices(sizes[axis])
+        held &= (where >= start) & (where < stop)
+        local.append(where - start)
+    device = piece.live.device
+    return torch.from_numpy(held), tuple(torch.from_numpy(at[held]).to(device) for at in local)
+
+
+def check_kernels(
+    model: nn.Module, turn: int, touched: Mapping[int, Sequence[int]] = MappingProxyType({})
+) -> None:
     """Compare columns of each matrix with what its kernel makes of one-hot vectors.
 
     Args:
         model: With its weights.
         turn: Counts the checks: the next one looks at the next columns.
+        touched: By the address of a parameter's memory, columns in which something has changed:
+            a kernel that computes with old weights differs there, so they and one other do.
 
     Raises:
         EngineError: A kernel computes with other weights than its parameter's.
@@ -180,8 +229,11 @@ def check_kernels(model: nn.Module, turn: int) -> None:
             if weight.ndim != 2 or 0 in weight.shape:  # packed, and the parameter dropped
                 raise EngineError(f"the weights of {path} are {list(weight.shape)}: packed")
             rows, width = weight.shape
-            count = min(width, -(-PROBED_ELEMENTS // rows))
-            columns = torch.arange(turn * count, (turn + 1) * count, device=weight.device) % width
+            changed = touched.get(weight.untyped_storage().data_ptr(), ())
+            count = 1 if changed else min(width, -(-PROBED_ELEMENTS // rows))
+            chosen = [place % width for place in range(turn * count, (turn + 1) * count)]
+            chosen += changed
+            count, columns = len(chosen), torch.tensor(chosen, device=weight.device)
             one_hot = torch.zeros(count, width, dtype=weight.dtype, device=weight.device)
             one_hot[torch.arange(count, device=weight.device), columns] = 1
             used = module.quant_method.apply(module, one_hot, None)

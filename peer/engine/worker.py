@@ -11,8 +11,9 @@ from echo2p2p.ids import Digest, Version
 from echo2p2p.net import child_worker
 from echo2p2p.net.child_worker import Method, Report
 from echo2p2p.wire.messages import Lease
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
-from peer.engine.calls import LoadCall, PhaseReply
+from peer.engine.base import EngineInfo, EngineSetup, LoadReport
+from peer.engine.batches import Answering
+from peer.engine.calls import EVERYTHING, BatchReply, LoadCall, PhaseReply, ProveCall, TouchedFile
 
 Phase = Callable[[str], None]
 
@@ -23,14 +24,14 @@ class BlockingEngine(Protocol):
     def info(self) -> EngineInfo:
         """Return what the engine says of itself."""
 
-    def load(self, version: Version, path: str) -> LoadReport:
+    def load(self, version: Version, path: str, touched: TouchedFile | None = None) -> LoadReport:
         """Read the shared state in the file at ``path``."""
 
-    def prove(self) -> Digest:
+    def prove(self, call: ProveCall = EVERYTHING) -> Digest:
         """Return the digest of what the kernels use."""
 
-    def generate(self, leases: Sequence[Lease]) -> list[Generated]:
-        """Answer leases."""
+    def begin(self, leases: Sequence[Lease]) -> Answering:
+        """Begin to answer leases; each turn of the result is a token of each sample."""
 
 
 def make_hf(setup: EngineSetup, phase: Phase) -> BlockingEngine:
@@ -54,11 +55,18 @@ KINDS = {"hf": make_hf, "vllm": make_vllm}
 
 
 class Worker:
-    """An engine of some kind behind the calls of a child process."""
+    """An engine of some kind behind the calls of a child process.
 
-    def __init__(self, kind: str) -> None:
+    Args:
+        kind: Which.
+        nudged: Whether a batch is to stand still.
+    """
+
+    def __init__(self, kind: str, nudged: Callable[[], bool]) -> None:
         self._make = KINDS[kind]
+        self._nudged = nudged
         self._engine: BlockingEngine | None = None
+        self._batch: Answering | None = None
 
     def start(self, setup: EngineSetup, report: Report) -> EngineInfo:
         """Build the engine, and say how far it is."""
@@ -67,15 +75,34 @@ class Worker:
 
     def load(self, call: LoadCall, _: Report) -> LoadReport:
         """See `Engine.load`."""
-        return self._started().load(Version(call.version), call.path)
+        return self._started().load(Version(call.version), call.path, call.touched)
 
-    def prove(self, _: None, __: Report) -> Digest:
+    def prove(self, call: ProveCall, _: Report) -> Digest:
         """See `Engine.prove`."""
-        return self._started().prove()
+        return self._started().prove(call)
 
-    def generate(self, leases: list[Lease], _: Report) -> list[Generated]:
+    def generate(self, leases: list[Lease], _: Report) -> BatchReply:
         """See `Engine.generate`."""
-        return self._started().generate(leases)
+        self._batch = self._started().begin(leases)
+        return self.resume(None, _)
+
+    def resume(self, _: None, __: Report) -> BatchReply:
+        """Go on until the batch is through, or we are nudged.
+
+        Raises:
+            EngineError: There is no batch.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise EngineError("no batch is under way")
+        try:
+            while True:
+                next(batch)
+                if self._nudged():
+                    self._batch = batch
+                    return BatchReply(None)
+        except StopIteration as end:
+            return BatchReply(end.value)
 
     def _started(self) -> BlockingEngine:
         if self._engine is None:
@@ -89,14 +116,15 @@ def main() -> None:
     parser.add_argument("--kind", choices=sorted(KINDS), required=True)
     arguments = parser.parse_args()
     channel = child_worker.connect()
-    worker = Worker(arguments.kind)
+    worker = Worker(arguments.kind, channel.nudged)
     child_worker.serve(
         channel,
         {
             "start": Method(EngineSetup, worker.start, beats=True),
             "load": Method(LoadCall, worker.load),
-            "prove": Method(type(None), worker.prove),
+            "prove": Method(ProveCall, worker.prove),
             "generate": Method(list[Lease], worker.generate),
+            "resume": Method(type(None), worker.resume),
         },
     )
 

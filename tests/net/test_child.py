@@ -114,6 +114,23 @@ async def test_two_calls_at_once_are_our_own_bug(child):
             await child.call("count", 1, int, timeout_s=20)
 
 
+async def test_a_nudge_reaches_the_call_under_way_and_no_other(child):
+    child.nudge()  # nobody is there to be nudged
+    assert await child.call("wait_nudged", 0.1, bool, timeout_s=10) is False
+    child.nudge()
+
+    def nudge(_):
+        child.nudge()
+        child.nudge()
+
+    options = {"timeout_s": 10, "progress": nudge, "progress_kind": int}
+    assert await child.call("wait_nudged", 5.0, bool, **options) is True
+    assert await child.call("wait_nudged", 0.1, bool, timeout_s=10) is False
+    # One that comes too late for its call is not taken for the next call, nor does it reach it.
+    assert await child.call("count", 3, int, **options) == 3
+    assert await child.call("wait_nudged", 0.1, bool, timeout_s=10) is False
+
+
 async def test_close_during_a_call_ends_the_call_too(child):
     errors = []
 

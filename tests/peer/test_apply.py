@@ -41,6 +41,7 @@ class Keeper:
     def offer(self, weights: WeightState) -> None:
         self.offers.append(weights.version)
         self.wanted = weights.state
+        self.since = weights.since
 
     async def withdraw(self) -> None:
         await self.load_ends.wait()
@@ -90,6 +91,22 @@ class Subject:
     @property
     def bits(self) -> bytes:
         return bytes(self.weights.view)
+
+
+@pytest.mark.parametrize("anchor", [False, True])
+async def test_the_engine_is_told_what_a_delta_has_written(anchor) -> None:
+    subject = Subject()
+    few = bytearray(OLD)
+    differ = [6, 4000, COUNT + 2, 2 * COUNT - 2]
+    for place in differ:
+        few[place] ^= 1
+    await subject.whole(anchor=anchor, result=bytes(few)).finish()
+    touched = subject.keeper.since(Version(0))
+    if anchor:
+        assert touched is None
+    else:
+        assert sorted(touched.places.tolist()) == differ
+        assert touched.base == 0
 
 
 @pytest.mark.parametrize("chunks_first", [1, 3])

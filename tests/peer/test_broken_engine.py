@@ -13,6 +13,7 @@ from echo2p2p.ids import Version
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.system import InlineOffload
 from echo2p2p.weights.state import state_digest
 from peer.engine.base import EngineSetup
 from peer.engine.client import EngineProcess
@@ -44,6 +45,7 @@ class Slot:
             restarts_max=restarts_max,
             generate_timeout_s=patience_s,
             journal=self.journal,
+            offload=InlineOffload(),
         )
 
     def _make(self) -> EngineProcess:

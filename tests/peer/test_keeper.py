@@ -12,11 +12,19 @@ from echo2p2p.errors import ChildError, ConfigError, EngineError
 from echo2p2p.ids import Digest, Version
 from echo2p2p.net.ports import SharedState
 from echo2p2p.testing.journal import TraceJournal
-from echo2p2p.testing.system import MemoryState
+from echo2p2p.testing.system import InlineOffload, MemoryState
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import Lease
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
-from peer.keeper import BACK_OFF_S, BATCH_S_MIN, HEALTHY_S, SLOWER, EngineKeeper, WeightState
+from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, LoadReport
+from peer.keeper import (
+    BACK_OFF_S,
+    BATCH_S_MIN,
+    HEALTHY_S,
+    SLOWER,
+    EngineKeeper,
+    WeightState,
+)
+from peer.touched import Touched
 from scenarios.fake_engine import EngineFaults, FakeEngine
 from scenarios.middle import LAYOUT
 from scenarios.middle import loose_lease as lease
@@ -50,16 +58,24 @@ class Engine(FakeEngine):
             raise self.refuses
         return await super().start(setup)
 
-    async def generate(self, leases: list[Lease], *, timeout_s: float = 600.0) -> list[Generated]:
+    async def generate(
+        self,
+        leases: list[Lease],
+        *,
+        timeout_s: float = 600.0,
+        between: Between | None = None,
+    ) -> list[Generated]:
         """Note the size of the batch; leave half of the tokens out, if it is to lie."""
         self.batches.append(len(leases))
-        answers = await super().generate(leases, timeout_s=timeout_s)
+        answers = await super().generate(leases, timeout_s=timeout_s, between=between)
         return answers[1:] if self.lies else answers
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
         """Note the version."""
         self.loads.append(version)
-        return await super().load(version, state)
+        return await super().load(version, state, touched)
 
     async def close(self) -> None:
         """Note that it went all the way."""
@@ -70,12 +86,16 @@ class Engine(FakeEngine):
 class Slot:
     """A keeper, its engines and its journal."""
 
-    def __init__(self, *engines: Engine, restarts_max: int = 3) -> None:
+    def __init__(self, *engines: Engine, restarts_max: int = 3, setup: EngineSetup = SETUP) -> None:
         self.engines: list[Engine] = []
         self.journal = TraceJournal()
         self._given = list(engines)
         self.keeper = EngineKeeper(
-            make_engine=self.make, setup=SETUP, restarts_max=restarts_max, journal=self.journal
+            make_engine=self.make,
+            setup=SETUP,
+            restarts_max=restarts_max,
+            journal=self.journal,
+            offload=InlineOffload(),
         )
 
     def make(self) -> Engine:
@@ -253,7 +273,7 @@ async def test_memory_is_let_go_when_the_load_from_it_has_failed(autojump_clock)
 
 
 async def test_who_offered_what_an_engine_read_otherwise_is_told(autojump_clock) -> None:
-    slot = Slot(Engine(faults=EngineFaults(wrong_weights_at_load=1)))
+    slot = Slot(Engine(faults=EngineFaults(wrong_weights_from_load=1)))
     async with slot.running() as keeper:
         offered = weights(0)
         keeper.offer(offered)
@@ -330,7 +350,7 @@ async def test_an_engine_that_dies_while_it_loads_is_replaced(autojump_clock) ->
 async def test_an_engine_that_does_not_use_the_bits_it_was_given_is_refused_and_replaced(
     autojump_clock,
 ) -> None:
-    slot = Slot(Engine(faults=EngineFaults(wrong_weights_at_load=2)))
+    slot = Slot(Engine(faults=EngineFaults(wrong_weights_from_load=2)))
     async with slot.running() as keeper:
         keeper.offer(weights(0))
         await proved(keeper, 0)
@@ -342,6 +362,7 @@ async def test_an_engine_that_does_not_use_the_bits_it_was_given_is_refused_and_
         (reason,) = slot.lost()
         assert "does not use the weights of version 1" in reason
         assert [engine.closed for engine in slot.engines] == [True, False]
+        assert slot.engines[0].loads == [0, 1, 1], "loaded again once, then replaced"
 
 
 async def test_a_digest_that_is_not_the_manifests_is_never_named(autojump_clock) -> None:

@@ -2,20 +2,21 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import trio
 
 from coordinator.api import Api, Secrets
 from echo2p2p.errors import RefusedError
-from echo2p2p.ids import Incarnation, Version
+from echo2p2p.ids import Incarnation, Step, Version
 from echo2p2p.net.ports import Endpoint, HttpClient, Request, Response, Route
 from echo2p2p.net.routing import refusal
 from echo2p2p.net.trust import JoinToken
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.http import SimHttp
 from echo2p2p.testing.journal import TraceJournal
-from echo2p2p.testing.system import MemoryState, SimEntropy
+from echo2p2p.testing.system import InlineOffload, MemoryState, SimEntropy
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire import codec
 from echo2p2p.wire.arrays import from_tokens
@@ -52,15 +53,18 @@ def weights(version: int) -> WeightState:
 class Machine:
     """A peer's engine, keeper and work, with one version in place."""
 
-    def __init__(self, *engines: FakeEngine, leases_at_once: int = 2) -> None:
+    def __init__(
+        self, *engines: FakeEngine, leases_at_once: int = 2, setup: EngineSetup = SETUP
+    ) -> None:
         self.journal = TraceJournal()
         self._engines = list(engines)
         self._leases_at_once = leases_at_once
         self.keeper = EngineKeeper(
             make_engine=lambda: self._engines.pop(0) if self._engines else FakeEngine(),
-            setup=SETUP,
+            setup=setup,
             restarts_max=3,
             journal=self.journal,
+            offload=InlineOffload(),
         )
         self.keeper.offer(weights(0))
 
@@ -167,6 +171,24 @@ async def test_work_goes_on_over_versions_and_nothing_is_lost(autojump_clock) ->
         balance = at.bench.book.ledger.statistics()
         assert (balance.trained, balance.rejected) == (6 * 4, {})
         assert work.accepted == (balance.trained + balance.queued) // 2 > 12
+
+
+async def test_what_is_switched_in_flight_is_as_old_as_its_oldest_token(autojump_clock) -> None:
+    machine = Machine(FakeEngine(seconds_per_token=1.0), setup=replace(SETUP, in_flight=True))
+    async with open_bench(SimDisk()) as bench:
+        at = World(bench, machine)
+        async with at.served(), at.peer() as work:
+            await trio.sleep(3.0)
+            bench.state.step = Step(1)
+            machine.keeper.offer(weights(await bench.publish(1)))
+            await trio.sleep(9.0)
+            assert machine.journal.named("version.loaded")[-1].at_s < 5.0, "in the first batch"
+            assert work.accepted > 0
+            assert work.rejected == {}
+            groups = bench.queue.take(bench.state.step, 1)
+            assert groups is not None
+            group = groups[0].group
+            assert (group.oldest_step, group.newest_step) == (0, 1)
 
 
 async def test_while_the_coordinator_is_away_finished_work_is_kept_and_sent_later(

@@ -151,6 +151,7 @@ class Subject:
                 setup=EngineSetup(layout=LAYOUT.table, model_config="{}"),
                 restarts_max=5,
                 journal=self.journal,
+                offload=InlineOffload(),
             )
         relay = RelayNode(
             me=PeerId(peer_id),
@@ -259,7 +260,7 @@ async def test_an_engine_that_reads_otherwise_than_the_memory_costs_no_download(
 ) -> None:
     run = Run(versions=1)
     subject = Subject(run, engines=True)
-    subject.faults = EngineFaults(wrong_weights_at_load=1)
+    subject.faults = EngineFaults(wrong_weights_from_load=1)
     async with subject.running():
         await subject.proved(0)
         assert len(subject.events("engine.lost")) == 1

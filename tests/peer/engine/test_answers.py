@@ -40,7 +40,7 @@ def answer(*samples, lease=LEASE, **changes):
 
 
 def check(*answers, leases=(LEASE,)):
-    check_answers(leases, answers, Version(3), 64)
+    check_answers(leases, answers, [Version(3)], 64)
 
 
 def test_good_answers_pass():

@@ -3,20 +3,25 @@
 import importlib.util
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import trio
 
 from echo2p2p.errors import ChildError, EngineError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.testing.system import SimSharedMemory
 from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import TURNS, digest_selected, next_window
 from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Sampling
-from peer.engine.base import EngineSetup, VllmSetup
+from peer.engine.answers import check_answers
+from peer.engine.base import EngineSetup, Selection, VllmSetup
 from peer.engine.client import EngineProcess
+from peer.touched import TouchLog
 from scenarios.fake_engine import EngineFaults, FakeEngine
-from scenarios.qwen3 import Qwen3, write_weights
+from scenarios.qwen3 import Qwen3, change_weights, write_weights
 
 STOP = 2
 
@@ -30,7 +35,7 @@ class FakeSubject:
         self.memory = SimSharedMemory()
 
     def make(self):
-        return FakeEngine()
+        return FakeEngine(seconds_per_token=0.001)
 
     def kill(self, engine):
         engine.kill()
@@ -183,6 +188,151 @@ async def a_senseless_lease_is_refused_and_the_others_are_answered(engine, state
     assert (only.samples, bool(only.refused)) == ((), True)
 
 
+async def a_delta_is_written_in_place_and_proved(engine, state, log):
+    before = bytes(state.view)
+    for version, density in ((5, 0.001), (6, 0.003)):
+        digest = change(state, log, version, density)
+        touched = log.since(version - 1)
+        assert 0 < touched.count < LAYOUT.total_bytes / 2 / 200
+        report = await engine.load(version, state, touched)
+        assert (report.version, report.sparse) == (version, True)
+        for turn in range(3):
+            window = next_window(LAYOUT, turn)
+            wanted = digest_selected(LAYOUT, state.view, touched.places, window)
+            assert await engine.prove(Selection(touched, window)) == wanted
+        assert await engine.prove() == digest
+    [answer] = await engine.generate([make_lease()])
+    assert {span.version for sample in answer.samples for span in sample.spans} == {6}
+    state.view[:] = before
+    report = await engine.load(7, state, log.since(4))
+    assert not report.sparse, "the engine is at version 6, and what differs from 4 is of no use"
+    assert await engine.prove() == state_digest(LAYOUT, before)
+
+
+async def several_deltas_are_written_at_once(engine, state, log):
+    before = bytes(state.view)
+    await engine.load(4, state)
+    change(state, log, 5, 0.001)
+    digest = change(state, log, 6, 0.001)
+    assert (await engine.load(6, state, log.since(4))).sparse
+    assert await engine.prove() == digest
+    state.view[:] = before
+    await engine.load(4, state)
+
+
+async def what_a_delta_keeps_silent_is_found_by_the_windows(engine, state, log):
+    """The list of what was touched is not believed: here it lacks the last tensor."""
+    before = bytes(state.view)
+    change(state, log, 5, 0.001)
+    last = LAYOUT.tensors[-1]
+    state.view[last.offset] ^= 1
+    touched = log.since(4)
+    short = replace(touched, count=int((touched.places < last.offset).sum()))
+    assert short.count < touched.count
+    assert (await engine.load(5, state, short)).sparse
+    found = []
+    for turn in range(TURNS):
+        window = next_window(LAYOUT, turn)
+        wanted = digest_selected(LAYOUT, state.view, short.places, window)
+        found.append(await engine.prove(Selection(short, window)) != wanted)
+    assert any(found)
+    state.view[:] = before
+    await engine.load(4, state)
+
+
+def change(state, log, version, density):
+    before = bytes(state.view)
+    digest = change_weights(LAYOUT, state.view, density, seed=version)
+    bits = np.frombuffer(before, "<u2") != np.frombuffer(state.view, "<u2")
+    log.add(version - 1, version, 2 * np.flatnonzero(bits))
+    return digest
+
+
+async def interrupted(engine, leases, between):
+    """Return answers to leases after at least one interruption, however busy the machine is."""
+    stops = []
+
+    async def stopped():
+        stops.append(0)
+        if len(stops) == 1:
+            await between()
+
+    async def interrupt():
+        while True:
+            engine.interrupt()
+            await trio.sleep(0.004)
+
+    for _ in range(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(interrupt)
+            answers = await engine.generate(leases, between=stopped)
+            nursery.cancel_scope.cancel()
+        if stops:
+            return answers
+    raise AssertionError("it was never interrupted")
+
+
+async def a_batch_goes_on_under_other_weights(engine, state, log):
+    """In flight: every token is of the version that its label says."""
+    before = bytes(state.view)
+    await engine.load(4, state)
+    leases = [make_lease(name, range(4, 60), range(place, place + 4), tokens_max=60)
+              for place, name in ((10, "a"), (20, "b"))]  # fmt: skip
+
+    async def between():
+        places = np.arange(0, LAYOUT.total_bytes, 2 * 301)
+        np.frombuffer(state.view, "<u2")[places // 2] ^= 0x70  # by half, and more
+        log.add(4, 5, places)
+        assert (await engine.load(5, state, log.since(4))).sparse
+        assert await engine.prove() == state_digest(LAYOUT, state.view)
+
+    answers = await interrupted(engine, leases, between)
+    after = bytes(state.view)
+    outside = []
+    for version, bits in ((4, before), (5, after)):
+        state.view[:] = bits
+        await engine.load(version, state)
+        for lease, answer in zip(leases, answers, strict=True):
+            for seed, sample in zip(lease.seeds, answer.samples, strict=True):
+                parts = [(s.start, s.end) for s in sample.spans if s.version == version]
+                whole = [(s.version, s.start) for s in sample.spans]
+                assert whole in ([(4, 0)], [(4, 0), (5, sample.spans[-1].start)])
+                assert sample.spans[-1].end == sample.tokens.length
+                audit = make_lease("audit", range(4, 60), [seed], forced=sample.tokens)
+                [scored] = (await engine.generate([audit]))[0].samples
+                gaps = np.abs(to_logprobs(scored.logprobs) - to_logprobs(sample.logprobs))
+                inside = np.zeros(gaps.size, dtype=bool)
+                for start, end in parts:
+                    inside[start:end] = True
+                assert gaps[inside].max(initial=0) <= 1e-4
+                if len(sample.spans) == 2:
+                    outside.append(gaps[~inside].max())
+    assert max(outside) > 1e-2, "the other version says otherwise"
+    check_answers(leases, answers, [4, 5], 64)
+    state.view[:] = before
+    await engine.load(4, state)
+
+
+async def an_interrupted_batch_goes_on_as_if_it_was_not(engine, state, log):
+    lease = make_lease("a", range(4, 60), tokens_max=60)
+    [wanted] = await engine.generate([lease])
+
+    async def between():
+        """Load nothing."""
+
+    [answer] = await interrupted(engine, [lease], between)
+    assert answer.samples == wanted.samples
+    engine.interrupt()  # of nothing
+    assert (await engine.generate([lease]))[0].samples == wanted.samples
+
+
+DELTA_CHECKS = [
+    a_batch_goes_on_under_other_weights,
+    an_interrupted_batch_goes_on_as_if_it_was_not,
+    a_delta_is_written_in_place_and_proved,
+    several_deltas_are_written_at_once,
+    what_a_delta_keeps_silent_is_found_by_the_windows,
+]
 CHECKS = [
     proof_is_the_digest_of_the_loaded_state,
     swapping_two_tensors_changes_the_proof,
@@ -207,7 +357,10 @@ VLLM = [
     ),
 ]
 SETUP = EngineSetup(
-    layout=LAYOUT.table, model_config=MODEL.config(), vllm=VllmSetup(cache_bytes=64 << 20)
+    layout=LAYOUT.table,
+    model_config=MODEL.config(),
+    vllm=VllmSetup(cache_bytes=64 << 20),
+    in_flight=True,
 )
 
 
@@ -233,6 +386,10 @@ async def test_an_engine_keeps_its_contract_until_it_hangs_or_is_killed(kind, tm
             await first.prove()
         for check in CHECKS:
             await check(first, state)
+        log = TouchLog(subject.memory, LAYOUT.total_bytes)
+        for check in DELTA_CHECKS:
+            log.clear()
+            await check(first, state, log)
         answers = await first.generate([make_lease()])
         subject.hang(first)
         with pytest.raises(EngineError, match=r"did not finish 'generate' within 0\.5 s"):

@@ -13,11 +13,15 @@ from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.testing.leases import make_lease
 from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import digest_selected, next_window
 from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
 from echo2p2p.wire.messages import LayoutTable, Sampling, TensorSpec
 from peer.engine import hf
-from peer.engine.base import EngineSetup
+from peer.engine.base import EngineSetup, Selection
+from peer.engine.calls import ProveCall, TouchedFile
 from peer.engine.hf import HfEngine
+from peer.touched import TouchLog
+from scenarios.qwen3 import change_weights
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +83,74 @@ def test_the_loaded_weights_are_proved_from_the_live_parameters(world):
         assert world.engine.prove() != state_digest(world.layout, world.state.view)
         weight[3, 5] -= 0.5
     assert world.engine.prove() == state_digest(world.layout, world.state.view)
+
+
+class Delta:
+    """A thousandth of the elements, from version 3 to 4, that an engine of its own loads."""
+
+    def __init__(self, world, folder):
+        self.engine = world.make_engine()
+        self.state, layout = world.state, world.layout
+        self.before = bytes(self.state.view)
+        self.digest = change_weights(layout, self.state.view, 0.001, seed=1)
+        log = TouchLog(FileMemory(folder), layout.total_bytes)
+        differ = np.frombuffer(self.before, "<u2") != np.frombuffer(self.state.view, "<u2")
+        log.add(3, 4, 2 * np.flatnonzero(differ))
+        touched, window = log.since(3), next_window(layout, 0)
+        self.touched = TouchedFile.of(touched)
+        self.call = ProveCall.of(Selection(touched, window))
+        self.wanted = digest_selected(layout, self.state.view, touched.places, window)
+
+    def is_proved(self):
+        assert self.engine.load(4, self.state.path, self.touched).sparse
+        return self.engine.prove(self.call) == self.wanted
+
+
+@pytest.fixture
+def delta(world, tmp_path):
+    delta = Delta(world, tmp_path)
+    yield delta
+    delta.state.view[:] = delta.before
+
+
+def test_a_delta_in_place_is_proved_and_is_all_that_was_written(delta):
+    assert delta.is_proved()
+    assert delta.engine.prove() == delta.digest
+
+
+def test_a_delta_that_is_skipped_is_found_out_at_that_switch(delta, monkeypatch):
+    monkeypatch.setattr(delta.engine, "_write", lambda *_: None)
+    assert not delta.is_proved()
+
+
+def test_a_delta_that_goes_to_another_tensor_is_found_out_at_that_switch(delta, monkeypatch):
+    names = delta.engine._names
+    key, value = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv")
+    monkeypatch.setattr(delta.engine, "_names", {**names, key: names[value], value: names[key]})
+    assert not delta.is_proved()
+
+
+def test_a_delta_that_leaves_one_tensor_out_is_found_out_whichever_it_is(delta, world, monkeypatch):
+    honest, changed = delta.engine._write, bytes(delta.state.view)
+    for number, tensor in enumerate(world.layout.tensors):
+        delta.state.view[:] = delta.before
+        delta.engine.load(3, delta.state.path)
+        delta.state.view[:] = changed
+
+        def forgetful(flat, part, left=number):
+            if part.tensor != left:
+                honest(flat, part)
+
+        monkeypatch.setattr(delta.engine, "_write", forgetful)
+        assert not delta.is_proved(), tensor.name
+        monkeypatch.undo()
+
+
+def test_a_tied_head_that_stays_old_is_found_out_at_that_switch(delta):
+    head = delta.engine._model.lm_head
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    with pytest.raises(EngineError, match="no longer tied to lm_head"):
+        delta.is_proved()
 
 
 def test_an_output_layer_that_came_loose_is_found_out(world):

@@ -17,11 +17,14 @@ from echo2p2p.ids import Version
 from echo2p2p.net.memory import FileMemory
 from echo2p2p.net.process_memory import process_tree
 from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.system import InlineOffload
 from echo2p2p.weights.state import state_digest
+from echo2p2p.weights.touched import digest_selected, next_window
 from echo2p2p.wire.arrays import to_logprobs
-from peer.engine.base import EngineSetup, VllmSetup
+from peer.engine.base import EngineSetup, Selection, VllmSetup
 from peer.engine.client import EngineProcess
 from peer.keeper import EngineKeeper, WeightState
+from peer.touched import TouchLog
 from scenarios.middle import loose_lease as lease
 from scenarios.qwen3 import Qwen3, change_weights, write_weights
 
@@ -59,6 +62,7 @@ class Slot:
             restarts_max=3,
             generate_timeout_s=generate_timeout_s,
             journal=self.journal,
+            offload=InlineOffload(),
         )
 
     def _make(self):
@@ -188,9 +192,18 @@ async def test_two_ranks_prove_what_they_share_and_leave_nothing_behind(tmp_path
         assert await engine.prove() != wanted
         await engine.load(Version(1), state)
         assert await engine.prove() == wanted
+        before = np.frombuffer(bytes(state.view), "<u2")
+        wanted = change_weights(layout, state.view, 0.001, seed=2)
+        log = TouchLog(FileMemory(tmp_path / "log"), layout.total_bytes)
+        log.add(1, 2, 2 * np.flatnonzero(before != np.frombuffer(state.view, "<u2")))
+        touched, window = log.since(1), next_window(layout, 0)
+        assert (await engine.load(Version(2), state, touched)).sparse
+        ours = digest_selected(layout, state.view, touched.places, window)
+        assert await engine.prove(Selection(touched, window)) == ours
+        assert await engine.prove() == wanted
         (answer,) = await engine.generate([lease("sampled")])
         await other.start(setup)
-        await other.load(Version(1), state)
+        await other.load(Version(2), state)
         for sample in answer.samples:
             audit = msgspec.structs.replace(
                 lease("scored"), kind="audit", forced=sample.tokens, seeds=[1], samples=1
