@@ -10,6 +10,7 @@ from typing import Any
 
 from echo2p2p.net.program import FAILED, OK, run_program
 from scenarios import (
+    agree,
     bench_broadcast,
     bench_delta,
     bench_engine,
@@ -69,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     soaking.add_argument("--json", action="store_true", help="print the result as JSON")
     about = "lay two results of `run --json` beside each other"
     compare.add_arguments(commands.add_parser("compare", help=about, description=about))
+    about = "play stories in virtual time and with real processes, and see whether figures agree"
+    agree.add_arguments(commands.add_parser("agree", help=about, description=about))
     reproduce = commands.add_parser("reproduce", help="put a claim of the paper to the test")
     claims = reproduce.add_subparsers(dest="name", required=True)
     about = "does a staleness budget hide the broadcast, and which rule foresees it?"
@@ -86,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
         return run_program(partial(swarm_command.run, known))
     if known.command == "compare":
         return compare.compare(known)
+    if known.command == "agree":
+        return run_program(partial(_agree, known))
     if known.command == "torture":
         return run_program(partial(torture.torture, known))
     if known.command == "soak":
@@ -103,6 +108,12 @@ async def _bench(arguments: argparse.Namespace) -> int:
     result = await BENCHES[arguments.name].run(arguments)
     print(json.dumps(result, indent=2) if arguments.json else TABLES[arguments.name](result))
     return OK if HELD[arguments.name](result) else FAILED
+
+
+async def _agree(arguments: argparse.Namespace) -> int:
+    result = await agree.run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else agree.table(result))
+    return OK if result["agree"] else FAILED
 
 
 async def _reproduce(arguments: argparse.Namespace) -> int:
