@@ -21,7 +21,7 @@ subprocess.run(["ip", "netns", "add", "n0"], check=True)
 subprocess.run(["ip", "-n", "n0", "link", "set", "lo", "up"], check=True)
 namespaces.RUN.joinpath("word").write_text("hello")
 command = namespaces.inside(0, [sys.executable, "-m", "http.server", "8123", "--bind", "127.0.0.1"])
-server = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd="/run")
+server = subprocess.Popen(command, stdout=-3, stderr=-3, cwd="/run")
 url = "http://127.0.0.1:8123"
 for _ in range(200):
     try:
