@@ -18,6 +18,7 @@ from scenarios import (
     bench_report,
     compare,
     overlap,
+    reproduce_faults,
     soak,
     story_command,
     swarm_command,
@@ -32,6 +33,8 @@ BENCHES = {
     "intake": bench_intake,
 }
 """Benchmarks by name: modules with `add_arguments` and `run`, which returns what is printed."""
+CLAIMS: dict[str, Any] = {"faults": reproduce_faults, "overlap": overlap}
+"""What is put to the test: modules with `add_arguments`, `run` and `table`."""
 TABLES: dict[str, Callable[[Any], str]] = {
     "broadcast": bench_broadcast.table,
     "delta": bench_delta.table,
@@ -74,8 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     agree.add_arguments(commands.add_parser("agree", help=about, description=about))
     reproduce = commands.add_parser("reproduce", help="put a claim of the paper to the test")
     claims = reproduce.add_subparsers(dest="name", required=True)
-    about = "does a staleness budget hide the broadcast, and which rule foresees it?"
-    overlap.add_arguments(claims.add_parser("overlap", help=about, description=about))
+    for name, claim in CLAIMS.items():
+        about = (claim.__doc__ or "").splitlines()[0].partition(": ")[2]
+        claim.add_arguments(claims.add_parser(name, help=about, description=about))
     known, more = parser.parse_known_args(argv)
     if more and not (known.command == "run" and known.name == "demo"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -117,8 +121,9 @@ async def _agree(arguments: argparse.Namespace) -> int:
 
 
 async def _reproduce(arguments: argparse.Namespace) -> int:
-    result = await overlap.run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else overlap.table(result))
+    claim = CLAIMS[arguments.name]
+    result = await claim.run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else claim.table(result))
     return OK
 
 

@@ -1,9 +1,9 @@
-"""``echo2-scenario reproduce overlap``: does a staleness budget hide the broadcast?
+"""``echo2-scenario reproduce overlap``: is the broadcast hidden, and which rule foresees it?
 
-And which rule foresees it? For each staleness budget S and several times of broadcast B, a run
-is played in virtual time, and the share of time that its learner idled is laid beside two rules
-(DESIGN.md §6), given what the run itself has measured: T seconds a step, R trajectories a step,
-kappa steps a publication, G seconds a generation, mu trajectories a second of the whole fleet.
+For each staleness budget S and several times of broadcast B, a run is played in virtual time, and
+the share of time that its learner idled is laid beside two rules (DESIGN.md §6), given what the run
+itself has measured: T seconds a step, R trajectories a step, kappa steps a publication, G seconds a
+generation, mu trajectories a second of the whole fleet.
 
 - The paper's overlap rule, as inferred (ECHO-2, arXiv:2602.02192): kappa R / mu + B <= kappa T.
 - Ours: (S - kappa + 1) T > B + G, and then mu >= max(R / T, j R / ((S - kappa + j) T - B - G)) for
