@@ -147,10 +147,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the result for a person."""
-    machine, versions = result["machine"], result["versions"]
     lines = [
-        f"{machine['cores']} cores of {machine['processor']}, {machine['system']}; echo2p2p "
-        f"{versions['echo2p2p']}, Python {versions['python']}",
+        bench_report.stated(),
         "virtual time with what work costs on 2 cores; allowed: a share of the larger figure, or "
         "an amount, whichever is more",
     ]

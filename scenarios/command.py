@@ -18,6 +18,7 @@ from scenarios import (
     bench_report,
     compare,
     overlap,
+    reproduce_broadcast,
     reproduce_faults,
     soak,
     story_command,
@@ -33,7 +34,11 @@ BENCHES = {
     "intake": bench_intake,
 }
 """Benchmarks by name: modules with `add_arguments` and `run`, which returns what is printed."""
-CLAIMS: dict[str, Any] = {"faults": reproduce_faults, "overlap": overlap}
+CLAIMS: dict[str, Any] = {
+    "broadcast": reproduce_broadcast,
+    "faults": reproduce_faults,
+    "overlap": overlap,
+}
 """What is put to the test: modules with `add_arguments`, `run` and `table`."""
 TABLES: dict[str, Callable[[Any], str]] = {
     "broadcast": bench_broadcast.table,

@@ -263,15 +263,14 @@ def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the result for a person."""
-    rows, given, machine = result["rows"], result["settings"], result["machine"]
+    rows, given = result["rows"], result["settings"]
     lines = [
         f"the demo's task, {given['steps']} steps of {PER_STEP} trajectories, a step at least "
         f"{STEP_S:g} s; {given['peers']} peers that make {HEADROOM:g} times what it needs",
         f"who fails is killed (kill -9) between {100 * STRIKES[0]:g} and {100 * STRIKES[1]:g} % of "
         f"the steps and {_fate(given['fate'])}; seeds {', '.join(map(str, given['seeds']))}: "
         "middle (lowest to highest)",
-        f"{machine['cores']} cores of {machine['processor']}, echo2p2p "
-        f"{result['versions']['echo2p2p']}, torch {result['versions'].get('torch')}",
+        f"{bench_report.stated()}, torch {result['versions'].get('torch')}",
         f"{'fail':>6}{'peers':>7}{'kills':>7}   {'steps/s':<22}{'of none':>8}   "
         f"{'idle, %':<20}{'reward, last ten':<22}rejected",
     ]
@@ -298,7 +297,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], target: Path) -> None:
     """Write a PNG file; matplotlib (extra ``report``) must be there."""
     figure, axes = pictures.new_figure()
     shares = [row["share"] for row in rows]
@@ -320,7 +319,12 @@ def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     axes.set_title(f"{HEADROOM:g} times the peers that the learner needs; middle and all seeds")
     axes.grid(visible=True, color="#eeeeee")
     axes.legend(frameon=False)
-    pictures.save(figure, target)
+    pictures.save(
+        figure,
+        target,
+        f"the demo's task, {settings['steps']} steps, {settings['peers']} peers; kill -9, "
+        f"{_fate(settings['fate'])}; seeds {', '.join(map(str, settings['seeds']))}",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -370,10 +374,11 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found = await kept.get(case.name, partial(_measure, case, folder), _line)
         cells.append({"share": case.share, "seed": case.seed, **found})
     rows = rows_of(cells)
+    stated = {**settings, "seeds": arguments.seeds}
     if arguments.plot is not None:
-        draw(rows, arguments.plot)
+        draw(rows, stated, arguments.plot)
     return {
-        "settings": {**settings, "seeds": arguments.seeds},
+        "settings": stated,
         "rows": rows,
         "cells": cells,
         "machine": machine,
