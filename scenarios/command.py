@@ -12,6 +12,7 @@ from echo2p2p.net.program import FAILED, OK, run_program
 from scenarios import (
     agree,
     bench_broadcast,
+    bench_costs,
     bench_delta,
     bench_engine,
     bench_intake,
@@ -29,6 +30,7 @@ from scenarios.demo import Demo
 
 BENCHES = {
     "broadcast": bench_broadcast,
+    "costs": bench_costs,
     "delta": bench_delta,
     "engine": bench_engine,
     "intake": bench_intake,
@@ -42,6 +44,7 @@ CLAIMS: dict[str, Any] = {
 """What is put to the test: modules with `add_arguments`, `run` and `table`."""
 TABLES: dict[str, Callable[[Any], str]] = {
     "broadcast": bench_broadcast.table,
+    "costs": bench_report.table,
     "delta": bench_delta.table,
     "engine": bench_report.table,
     "intake": bench_report.table,
@@ -49,6 +52,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
 """What makes text of it."""
 HELD: dict[str, Callable[[Any], bool]] = {
     "broadcast": bool,  # a peer that does not have the payload, verified, is an error
+    "costs": lambda result: bool(result["held"]),
     "delta": lambda rows: all(row["exact"] for row in rows),
     "engine": lambda result: bool(result["held"]),
     "intake": lambda result: bool(result["held"]),

@@ -2,11 +2,12 @@
 
 In virtual time work takes none: only lines, distance and the scripted models do. A live story has
 all its processes on a few cores, where each must start, shake hands, encode and apply. `Cores` are
-those cores: whoever works has one, others wait. Every duration here is CPU time measured with the
-command beside it, so that a machine that is busy with other things has not spoilt it; what is not
-here (a request's headers, the kernel's part of a packet) was too small to show.
+those cores: whoever works has one, others wait. Every duration here is CPU time, so that a machine
+that is busy with other things has not spoilt it; ``echo2-scenario bench costs`` measures them all.
+What is not here (the kernel's part of a packet, a chunk on its way) was too small to show.
 
-Rejected: a factor on every duration, which would fit one story and say nothing of the next.
+Rejected: a factor on every duration, which would fit one story and say nothing of the next; and to
+charge what the work takes while it is played, by which a seed would no longer be one run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import trio
@@ -39,27 +41,50 @@ class Costs:
     start_s: float
     """From the start of a process until it does something."""
     exchange_s: float
-    """Of an HTTP request and its answer, both ends together."""
+    """Of an HTTP request in TLS and its answer, both ends together."""
     handshake_s: float
-    """Of a new TLS connection, both ends together."""
+    """Of a new relay link in TLS, both ends together."""
     job_s: float
-    """Of a piece of work that is offloaded, whatever its size: two changes of thread."""
-    job_s_per_mb: float
-    """And for each megabyte of the model's state."""
-    step_s_per_mb: float
-    """What the scripted learner itself needs for a step and an export, beside its `step_s`."""
+    """Of any work that is offloaded: two changes of thread."""
+    work: Mapping[str, PerMb]
+    """And of what takes longer, by the name of its function."""
+    step: PerMb
+    """What the scripted learner needs for a step, beside its `step_s`."""
+
+
+@dataclass(frozen=True)
+class PerMb:
+    """CPU seconds that depend on the model's size."""
+
+    s: float
+    s_per_mb: float
+    """For each megabyte of the state."""
+
+    def of(self, state_mb: float) -> float:
+        """Return what it is for a model."""
+        return self.s + self.s_per_mb * state_mb
 
 
 MEASURED: Final = Costs(
     cores=2,
     start_s=1.06,
-    exchange_s=0.003,
-    handshake_s=0.005,
-    job_s=0.001,
-    job_s_per_mb=0.006,
-    step_s_per_mb=0.012,
+    exchange_s=0.0006,
+    handshake_s=0.003,
+    job_s=0.0001,
+    work={
+        "encode_delta": PerMb(0.0028, 0.017),
+        "encode_anchor": PerMb(0.0002, 0.0016),
+        "Apply._written.<locals>.write": PerMb(0.0, 0.0113),
+    },
+    step=PerMb(0.00015, 0.0044),
 )
-"""A 2-core machine, Python 3.11, 2026-11-30; see docs/scenarios.md for how."""
+"""One core of an AMD EPYC, Python 3.11, 2026-11-30; where one weight in ten changes."""
+
+
+def name_of(work: Callable[[], object]) -> str:
+    """Return the name of the function behind a piece of work."""
+    inner = work.func if isinstance(work, partial) else work
+    return getattr(inner, "__qualname__", "")
 
 
 class Cores:
@@ -82,7 +107,7 @@ class Cores:
 
     def step_s(self, step_s: float) -> float:
         """Return what a learner's step takes in all."""
-        return step_s + (self._costs.step_s_per_mb * self._state_mb if self._costs else 0.0)
+        return step_s + (self._costs.step.of(self._state_mb) if self._costs else 0.0)
 
     async def run(self, work: Callable[[], T]) -> T:
         """See `Offload`."""
@@ -90,7 +115,8 @@ class Cores:
         result = work()
         if self._costs is not None:
             with trio.CancelScope(shield=True):  # a thread is waited for
-                await self._spend(self._costs.job_s + self._costs.job_s_per_mb * self._state_mb)
+                more = self._costs.work.get(name_of(work))
+                await self._spend(self._costs.job_s + (more.of(self._state_mb) if more else 0.0))
         await trio.lowlevel.checkpoint_if_cancelled()
         return result
 

@@ -1,12 +1,16 @@
 """What work costs in virtual time, if it is to cost anything."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import trio
 
 from echo2p2p.testing.clock import run_virtual
-from scenarios.costs import MEASURED, Cores
+from echo2p2p.weights.anchor import encode_anchor
+from echo2p2p.weights.delta import encode_delta
+from peer.apply import Apply
+from scenarios.costs import MEASURED, Cores, name_of
 from scenarios.play import play
 from scenarios.story import read_story
 
@@ -36,10 +40,26 @@ def test_who_finds_no_core_waits():
     assert run_virtual(start_three, None, seed=1) == 0.0
 
 
+def test_what_takes_long_is_known_by_the_name_that_it_has_in_the_code():
+    assert {name_of(partial(encode_delta, None)), name_of(encode_anchor)} < set(MEASURED.work)
+    (write,) = set(MEASURED.work) - {"encode_delta", "encode_anchor"}
+    owner, method, _, inner = write.split(".")
+    code = getattr(Apply, method).__code__.co_consts
+    assert owner == Apply.__name__
+    assert write in {one.co_qualname for one in code if hasattr(one, "co_qualname")}
+    assert inner == "write"
+    assert name_of(object()) == ""
+
+
 def test_a_larger_model_takes_longer():
+    def encode(value):
+        return value
+
+    encode.__qualname__ = "encode_delta"
+
     async def work(state_mb):
         cores = Cores(ONE, state_mb)
-        assert await cores.run(lambda: 7) == 7
+        assert await cores.run(partial(encode, 7)) == 7
         return trio.current_time(), cores.step_s(0.5)
 
     (small_s, small_step_s), (large_s, large_step_s) = (
