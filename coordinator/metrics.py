@@ -99,10 +99,10 @@ def _run(status: Mapping[str, Any]) -> Iterable[Metric]:
     good = bool(ledger["balances"] and ledger["recount_agrees"])
     yield GaugeMetricFamily("echo2_ledger_balances", "1: every trajectory is accounted for", good)
     for name, text, key in (
-        ("bound_now", "How much there is of what has a bound", "now"),
-        ("bound_limit", "How much there may be", "limit"),
+        ("echo2_bound_now", "How much there is of what has a bound", "now"),
+        ("echo2_bound_limit", "How much there may be", "limit"),
     ):
-        gauge = GaugeMetricFamily(f"echo2_{name}", text, labels=("what",))
+        gauge = GaugeMetricFamily(name, text, labels=("what",))
         for bound in status["bounds"]:
             gauge.add_metric((bound["what"],), bound[key])
         yield gauge
