@@ -4,7 +4,8 @@
 torch, engine and all, except that a step of the learner and a sample of the engine take at least
 as long as ``--pace-step-s`` and ``--pace-sample-s`` say. Many peers on one machine share its cores:
 one that dies would make all others faster. With paces that leave the cores idle it does not, so
-that what a fleet loses with a peer can be told.
+that what a fleet loses with a peer can be told. Each ends when its standard input does, so that
+none outlives whoever measures.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from peer.command import join as run_peer
 from peer.config import PeerSettings
 from peer.engine.base import Engine, EngineInfo, EngineSetup, Generated, LoadReport
 from peer.machine import open_machine as open_peer
+from scenarios import namespaces
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
@@ -170,4 +172,5 @@ def _join(settings: PeerSettings, sample_s: float, flags: LogFlags) -> int:
 
 
 if __name__ == "__main__":
+    namespaces.end_with_parent()
     sys.exit(main())

@@ -206,7 +206,7 @@ async def _run(command: list[str], log: Path) -> int:
     """Run one process to its end; when cancelled it is killed at once."""
     with log.open("ab") as output:
         process = await trio.lowlevel.open_process(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output
         )
         try:
             return await process.wait()

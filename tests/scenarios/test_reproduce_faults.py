@@ -1,8 +1,13 @@
 import json
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 import trio
 
+from echo2p2p.testing.processes import processes_with
 from scenarios import reproduce_faults
 from scenarios.command import main
 from scenarios.reproduce_faults import (
@@ -133,3 +138,30 @@ def test_a_small_run_loses_a_peer_again_and_again_and_learns_on(tmp_path, monkey
     assert found["balances"]
     assert found["reward_last"] > 0.3
     assert not (tmp_path / "now").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_kill_9_leaves_nothing_behind(tmp_path):
+    folder = tmp_path / f"kept-{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-P", "-m", "scenarios", "reproduce", "faults"]
+    process = subprocess.Popen(
+        [*command, "--folder", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+    def ours():
+        return set(processes_with(folder.name)) & set(processes_with("scenarios.paced"))
+
+    try:
+        deadline = time.monotonic() + 60
+        while not ours():
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline, "no run has begun"
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+    deadline = time.monotonic() + 30
+    while ours():
+        assert time.monotonic() < deadline, "a process outlived whoever measures"
+        time.sleep(0.05)
