@@ -271,15 +271,15 @@ def table(result: Mapping[str, Any]) -> str:
         f"the steps and {_fate(given['fate'])}; seeds {', '.join(map(str, given['seeds']))}: "
         "middle (lowest to highest)",
         f"{bench_report.stated()}, torch {result['versions'].get('torch')}",
-        f"{'fail':>6}{'peers':>7}{'kills':>7}   {'steps/s':<22}{'of none':>8}   "
-        f"{'idle, %':<20}{'reward, last ten':<22}rejected",
+        f"{'fail':>6}{'peers':>7}{'kills':>7}   {'steps/s':<25}{'of none':>8}   "
+        f"{'idle, %':<20}{'reward, last ten':<25}rejected",
     ]
     for row in rows:
         idle = [100 * value for value in row["idle_share"]]
         lines.append(
             f"{row['share']:>4} %{row['failed']:>7}{row['kills']:>7}   "
-            f"{_spread(row['steps_per_s'], 3):<22}{100 * row['throughput']:>6.0f} %   "
-            f"{_spread(idle, 1):<20}{_spread(row['reward_last'], 3):<22}"
+            f"{_spread(row['steps_per_s'], 3):<25}{100 * row['throughput']:>6.0f} %   "
+            f"{_spread(idle, 1):<20}{_spread(row['reward_last'], 3):<25}"
             f"{100 * row['rejected_share']:.1f} %"
         )
     return "\n".join(lines)
