@@ -292,6 +292,7 @@ class CoordinatorApp:
                 intake=self._intake,
                 queue=self._queue,
                 publisher=self._publisher,
+                fills=self.fills,
             )
             api = Api(
                 secrets=Secrets(

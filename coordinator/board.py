@@ -10,7 +10,7 @@ the time goes into it, however many people watch; the counts come from the store
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Protocol
 
 import trio
@@ -24,6 +24,7 @@ from coordinator.membership import Member
 from coordinator.publish import WeightBytes
 from coordinator.roster import Roster
 from coordinator.run_state import RunState
+from echo2p2p.limits import Fill
 from echo2p2p.net.ports import WallClock
 from echo2p2p.rollouts.batch import GroupQueue
 
@@ -60,6 +61,7 @@ class Board:
         intake: Groups that wait to be scored.
         queue: Groups that wait for a step.
         publisher: Sizes.
+        fills: How full everything is that has a bound.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Board:
         intake: Intake,
         queue: GroupQueue,
         publisher: WeightFigures,
+        fills: Callable[[], Iterable[Fill]],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -82,6 +85,7 @@ class Board:
         self._intake = intake
         self._queue = queue
         self._publisher = publisher
+        self._fills = fills
         self._arrivals = Arrivals()
         self._phase: dict[str, object] = {"name": "starting"}
         self._making = trio.Lock()
@@ -155,6 +159,9 @@ class Board:
             "steps_per_s": self.progress.steps_per_s(),
             "tokens_per_s": sum(member.measurements.engine_tokens_per_s for member in live),
             "queue": {"groups": len(self._queue), "unscored": self._intake.unscored},
+            "bounds": [
+                {"what": fill.what, "now": fill.now, "limit": fill.limit} for fill in self._fills()
+            ],
             "curve": self.progress.curve(),
             "versions": [
                 {

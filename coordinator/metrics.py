@@ -98,6 +98,14 @@ def _run(status: Mapping[str, Any]) -> Iterable[Metric]:
     yield rejected
     good = bool(ledger["balances"] and ledger["recount_agrees"])
     yield GaugeMetricFamily("echo2_ledger_balances", "1: every trajectory is accounted for", good)
+    for name, text, key in (
+        ("echo2_bound_now", "How much there is of what has a bound", "now"),
+        ("echo2_bound_limit", "How much there may be", "limit"),
+    ):
+        gauge = GaugeMetricFamily(name, text, labels=("what",))
+        for bound in status["bounds"]:
+            gauge.add_metric((bound["what"],), bound[key])
+        yield gauge
     peers = GaugeMetricFamily("echo2_peers", "Live members", labels=("state",))
     for state in STATES:
         peers.add_metric((state,), sum(peer["state"] == state for peer in status["peers"]))

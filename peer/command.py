@@ -91,7 +91,9 @@ async def join(
         async with machine(settings, journal) as ports, AsyncExitStack() as stack:
             app = PeerApp(settings, ports, identity)
             if settings.metrics.port is not None and ports.make_http_server is not None:
-                server = serve_metrics(ports.make_http_server(), settings.metrics.port, app.figures)
+                server = serve_metrics(
+                    ports.make_http_server(), settings.metrics.port, app.figures, app.fills
+                )
                 real = await stack.enter_async_context(server)
                 journal.event(METRICS_SERVED, url=f"http://{real.host}:{real.port}/metrics")
             async with trio.open_nursery() as nursery:

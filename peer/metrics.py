@@ -6,10 +6,11 @@ owner's business. `prometheus_client` is imported on the first scrape.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+from echo2p2p.limits import Fill
 from echo2p2p.net.ports import Endpoint, HttpServer, Request, Response, Route
 from peer.figures import PeerFigures
 
@@ -23,7 +24,10 @@ SILENT_S_MAX: Final = 60.0
 
 @asynccontextmanager
 async def serve_metrics(
-    server: HttpServer, port: int, figures: Callable[[], PeerFigures]
+    server: HttpServer,
+    port: int,
+    figures: Callable[[], PeerFigures],
+    fills: Callable[[], Iterable[Fill]],
 ) -> AsyncIterator[Endpoint]:
     """Serve ``/metrics`` and ``/healthz`` while the context is open.
 
@@ -33,7 +37,7 @@ async def serve_metrics(
 
     async def metrics(request: Request) -> Response:
         del request
-        body, content_type = exposition(figures())
+        body, content_type = exposition(figures(), fills())
         return Response(200, body, content_type=content_type)
 
     async def healthz(request: Request) -> Response:
@@ -47,21 +51,22 @@ async def serve_metrics(
         yield real
 
 
-def exposition(figures: PeerFigures) -> tuple[bytes, str]:
+def exposition(figures: PeerFigures, fills: Iterable[Fill] = ()) -> tuple[bytes, str]:
     """Return the figures in Prometheus' text format, and its content type."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(figures))
+    registry.register(_Collector(figures, tuple(fills)))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class _Collector:
     """One snapshot as families."""
 
-    def __init__(self, figures: PeerFigures) -> None:
+    def __init__(self, figures: PeerFigures, fills: Sequence[Fill]) -> None:
         self._figures = figures
+        self._fills = fills
 
     def collect(self) -> Iterable[Metric]:
         """Yield them."""
@@ -98,3 +103,12 @@ class _Collector:
         for reason, number in now.tally.rejected.items():
             rejected.add_metric((reason,), number)
         yield rejected
+        used = GaugeMetricFamily(
+            "echo2_peer_bound_now", "How much there is of what has a bound", labels=("what",)
+        )
+        limit = GaugeMetricFamily("echo2_peer_bound_limit", "How much may be", labels=("what",))
+        for fill in self._fills:
+            used.add_metric((fill.what,), fill.now)
+            limit.add_metric((fill.what,), fill.limit)
+        yield used
+        yield limit

@@ -38,7 +38,7 @@ from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import KINDS, plan_lines
 from scenarios.broadcast_rows import MB, Case, table
 
-__all__ = ["add_arguments", "run", "table"]
+__all__ = ["add_arguments", "check", "in_namespaces", "run", "systems_of", "table"]
 
 OURS: Final = ("one-to-many", "echo2p2p")
 OTHERS: Final = ("libtorrent",)
@@ -105,10 +105,10 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
             )
             rows += map(asdict, found)
     else:
-        _check(cases)
+        check(cases)
         systems = systems_of(wanted)
         for case in cases:
-            rows += await _in_namespaces(broadcast_lab.Work(case, systems, arguments.runs))
+            rows += await in_namespaces(broadcast_lab.Work(case, systems, arguments.runs))
     if arguments.plot is not None:
         broadcast_plot.draw(rows, arguments.plot)
     return rows
@@ -125,7 +125,7 @@ def systems_of(wanted: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _check(cases: Sequence[Case]) -> None:
+def check(cases: Sequence[Case]) -> None:
     """Refuse what cannot be measured on namespaces.
 
     Raises:
@@ -135,7 +135,7 @@ def _check(cases: Sequence[Case]) -> None:
     if why is not None:
         raise EchoError(why)
     for case in cases:
-        lines = plan_lines(case.links, case.peers)
+        lines = plan_lines(case.links, case.peers, case.mbit)
         if case.rtt_ms or case.fault == "flap" or any(line.rtt_ms or line.loss for line in lines):
             why = namespaces.why_no_packets_held()
             if why is not None:
@@ -149,7 +149,7 @@ def _check(cases: Sequence[Case]) -> None:
             raise ConfigError("--peers", detail)
 
 
-async def _in_namespaces(work: broadcast_lab.Work) -> list[dict[str, object]]:
+async def in_namespaces(work: broadcast_lab.Work) -> list[dict[str, object]]:
     """Run `scenarios.broadcast_lab`; its end is the end of everything that it built."""
     printed = await namespaces.run_inside(
         "scenarios.broadcast_lab", msgspec.json.encode(work).decode()

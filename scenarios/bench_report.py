@@ -53,6 +53,15 @@ def versions(*more: str) -> dict[str, str]:
     return found | {name: metadata.version(name) for name in LIBRARIES}
 
 
+def stated() -> str:
+    """Return machine and versions in one line."""
+    here, found = machine(), versions()
+    return (
+        f"{here['cores']} cores of {here['processor']}, {here['system']}; "
+        f"echo2p2p {found['echo2p2p']}, Python {found['python']}"
+    )
+
+
 def spread_ms(seconds: Sequence[float]) -> dict[str, float]:
     """Return the middle and the tail of some durations, in milliseconds; zeros of none."""
     values = 1000 * np.asarray(seconds or [0.0], dtype=np.float64)

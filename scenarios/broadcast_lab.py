@@ -328,7 +328,7 @@ async def _all(questions: Sequence[Awaitable[T]]) -> list[T]:
 async def measure(work: Work) -> int:
     """Print a row for each system, and tell of each run on standard error."""
     case = work.case
-    lines = plan_lines(case.links, case.peers)
+    lines = plan_lines(case.links, case.peers, case.mbit)
     bound = bound_of(case.payload_bytes, lines)
     faults = ["", case.fault] if case.fault else [""]
     outcomes: dict[tuple[str, str, str], list[Outcome]] = {

@@ -68,8 +68,8 @@ class Bound:
         return max(self.fluid_s, self.cut_s)
 
 
-def plan_lines(kind: str, peers: int) -> list[Line]:
-    """Return the source's line and the peers', in order.
+def plan_lines(kind: str, peers: int, mbit: float = RATE_MBIT) -> list[Line]:
+    """Return the source's line and the peers', in order; ``mbit`` stands for each 20 below.
 
     ``homogeneous``: 20 Mbit/s each way. ``mixed``: the source has 20 up, the peers 10, 20, 40 in
     turn, all 40 down. ``nat``: as homogeneous, and every second peer cannot be dialled.
@@ -77,16 +77,17 @@ def plan_lines(kind: str, peers: int) -> list[Line]:
     """
     assert kind in KINDS, kind
     if kind == "mixed":
-        ups = [MIXED_UP_MBIT[place % len(MIXED_UP_MBIT)] for place in range(peers)]
-        return [Line(up, MIXED_DOWN_MBIT) for up in (RATE_MBIT, *ups)]
+        each = mbit / RATE_MBIT
+        ups = [each * MIXED_UP_MBIT[place % len(MIXED_UP_MBIT)] for place in range(peers)]
+        return [Line(up, each * MIXED_DOWN_MBIT) for up in (mbit, *ups)]
     if kind == "satellite":
         far = Line(
             SATELLITE_UP_MBIT, SATELLITE_DOWN_MBIT, rtt_ms=SATELLITE_RTT_MS, loss=SATELLITE_LOSS
         )
-        return [Line(RATE_MBIT, RATE_MBIT), *[far] * peers]
+        return [Line(mbit, mbit), *[far] * peers]
     hidden = kind == "nat"
-    rest = [Line(RATE_MBIT, RATE_MBIT, not (hidden and place % 2)) for place in range(peers)]
-    return [Line(RATE_MBIT, RATE_MBIT), *rest]
+    rest = [Line(mbit, mbit, not (hidden and place % 2)) for place in range(peers)]
+    return [Line(mbit, mbit), *rest]
 
 
 def bound_of(payload_bytes: int, lines: Sequence[Line]) -> Bound:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from scenarios.broadcast_links import Bound
+from scenarios.broadcast_links import RATE_MBIT, Bound
 
 MB = 1e6
 
@@ -23,6 +23,8 @@ class Case:
     tls: bool = False
     fault: str = ""
     """Of `scenarios.broadcast_faults`; each system then runs without it too."""
+    mbit: float = RATE_MBIT
+    """Of the source, and of equal peers."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ class Row:
     fault: str = ""
     times_faultless: float | None = None
     """The time over that of the row without the fault."""
+    mbit: float = RATE_MBIT
+    cpu_s: float = 0.0
+    """Of all processes."""
     hit_last_s: float | None = None
     """When the last of those had it that the fault had hit, if they recover."""
 
@@ -124,6 +129,8 @@ def row_of(
         down_bytes=list(chosen.down_bytes),
         tls=case.tls,
         fault=case.fault,
+        mbit=case.mbit,
+        cpu_s=round(chosen.cpu_s, 3),
         hit_last_s=max(chosen.hit_finished_s, default=None),
     )
 

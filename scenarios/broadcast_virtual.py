@@ -54,7 +54,7 @@ class _Net:
 
 def measure(case: Case, systems: list[str], runs: int) -> list[Row]:
     """Return a row for each system."""
-    lines = plan_lines(case.links, case.peers)
+    lines = plan_lines(case.links, case.peers, case.mbit)
     bound = bound_of(case.payload_bytes, lines)
     rows = []
     for system in systems:

@@ -10,13 +10,17 @@ from typing import Any
 
 from echo2p2p.net.program import FAILED, OK, run_program
 from scenarios import (
+    agree,
     bench_broadcast,
+    bench_costs,
     bench_delta,
     bench_engine,
     bench_intake,
     bench_report,
     compare,
     overlap,
+    reproduce_broadcast,
+    reproduce_faults,
     soak,
     story_command,
     swarm_command,
@@ -26,13 +30,21 @@ from scenarios.demo import Demo
 
 BENCHES = {
     "broadcast": bench_broadcast,
+    "costs": bench_costs,
     "delta": bench_delta,
     "engine": bench_engine,
     "intake": bench_intake,
 }
 """Benchmarks by name: modules with `add_arguments` and `run`, which returns what is printed."""
+CLAIMS: dict[str, Any] = {
+    "broadcast": reproduce_broadcast,
+    "faults": reproduce_faults,
+    "overlap": overlap,
+}
+"""What is put to the test: modules with `add_arguments`, `run` and `table`."""
 TABLES: dict[str, Callable[[Any], str]] = {
     "broadcast": bench_broadcast.table,
+    "costs": bench_report.table,
     "delta": bench_delta.table,
     "engine": bench_report.table,
     "intake": bench_report.table,
@@ -40,6 +52,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
 """What makes text of it."""
 HELD: dict[str, Callable[[Any], bool]] = {
     "broadcast": bool,  # a peer that does not have the payload, verified, is an error
+    "costs": lambda result: bool(result["held"]),
     "delta": lambda rows: all(row["exact"] for row in rows),
     "engine": lambda result: bool(result["held"]),
     "intake": lambda result: bool(result["held"]),
@@ -69,10 +82,13 @@ def main(argv: list[str] | None = None) -> int:
     soaking.add_argument("--json", action="store_true", help="print the result as JSON")
     about = "lay two results of `run --json` beside each other"
     compare.add_arguments(commands.add_parser("compare", help=about, description=about))
+    about = "play stories in virtual time and with real processes, and see whether figures agree"
+    agree.add_arguments(commands.add_parser("agree", help=about, description=about))
     reproduce = commands.add_parser("reproduce", help="put a claim of the paper to the test")
     claims = reproduce.add_subparsers(dest="name", required=True)
-    about = "does a staleness budget hide the broadcast, and which rule foresees it?"
-    overlap.add_arguments(claims.add_parser("overlap", help=about, description=about))
+    for name, claim in CLAIMS.items():
+        about = (claim.__doc__ or "").splitlines()[0].partition(": ")[2]
+        claim.add_arguments(claims.add_parser(name, help=about, description=about))
     known, more = parser.parse_known_args(argv)
     if more and not (known.command == "run" and known.name == "demo"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
@@ -86,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
         return run_program(partial(swarm_command.run, known))
     if known.command == "compare":
         return compare.compare(known)
+    if known.command == "agree":
+        return run_program(partial(_agree, known))
     if known.command == "torture":
         return run_program(partial(torture.torture, known))
     if known.command == "soak":
@@ -105,9 +123,16 @@ async def _bench(arguments: argparse.Namespace) -> int:
     return OK if HELD[arguments.name](result) else FAILED
 
 
+async def _agree(arguments: argparse.Namespace) -> int:
+    result = await agree.run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else agree.table(result))
+    return OK if result["agree"] else FAILED
+
+
 async def _reproduce(arguments: argparse.Namespace) -> int:
-    result = await overlap.run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else overlap.table(result))
+    claim = CLAIMS[arguments.name]
+    result = await claim.run(arguments)
+    print(json.dumps(result, indent=2) if arguments.json else claim.table(result))
     return OK
 
 

@@ -97,12 +97,12 @@ class Demo:
         port = 0
         for _ in range(RESTARTS_MAX):
             command = [
-                *_python("coordinator", "run", "--config", "@demo"),
+                *python_command("coordinator", "run", "--config", "@demo"),
                 *("--run.folder", str(self.folder), "--server.port", str(port)),
                 *self.arguments,
             ]
             log = self.folder / "coordinator.log"
-            code = await _run(command, stdout=log if self._screen.live else None, stderr=log)
+            code = await run_process(command, stdout=log if self._screen.live else None, stderr=log)
             if code == 0:
                 return
             if code > 0:
@@ -135,11 +135,13 @@ class Demo:
         folder = self.folder / "peers" / name
         folder.mkdir(parents=True, exist_ok=True)
         command = [
-            *_python("peer", "join", join["url"], "--token", join["token"]),
+            *python_command("peer", "join", join["url"], "--token", join["token"]),
             *("--name", name, "--folder", str(folder), "--relay.host", "127.0.0.1"),
         ]
         for _ in range(RESTARTS_MAX):
-            code = await _run(command, stdout=folder / "peer.log", stderr=folder / "peer.log")
+            code = await run_process(
+                command, stdout=folder / "peer.log", stderr=folder / "peer.log"
+            )
             if code == 0:
                 return
             if code < 0:
@@ -151,11 +153,12 @@ class Demo:
         raise ChildError(f"peer {name}", f"died {RESTARTS_MAX} times; see {folder / 'peer.log'}")
 
 
-def _python(module: str, *arguments: str) -> list[str]:
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of ours."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-async def _run(command: list[str], *, stdout: Path | None = None, stderr: Path) -> int:
+async def run_process(command: list[str], *, stdout: Path | None = None, stderr: Path) -> int:
     """Run one process to its end; when cancelled it gets SIGINT, and SIGKILL if it lingers."""
     with stderr.open("ab") as errors:
         process = await trio.lowlevel.open_process(

@@ -48,6 +48,8 @@ class LearnerFaults:
 
 
 _STEP_BYTES: Final = 8
+PARAMETERS: Final = 256 * 64 + 384 * 64 + 128 * 64 + 64
+"""Of its model, without ballast."""
 
 
 class FakeLearner:

@@ -110,7 +110,7 @@ async def play(work: Work) -> dict[str, Any]:
             check_promises(world, story)
         except (EchoError, BaseExceptionGroup) as error:
             problems.append(f"{ENDS_WELL}: {told(error)}")
-        figures = story_report.figures(world)
+        figures = {**story_report.figures(world), "load": world.load()}
     for line in world.trace_lines():
         print(line)
     problems[:0] = world.breaches

@@ -6,7 +6,8 @@ Faults of the inside go to each process through a file (`scenarios.live_node`). 
 same and look from outside: they are shown the lines that every process writes into its journal,
 and in the end the store, the clients' record and the learner's own log.
 
-What only the inside knows is not looked at: how full each queue is, and the bytes of each chunk.
+How full each queue is they ask over HTTP (`scenarios.live_eyes`), and what each line has carried
+the kernel. What only the inside knows is not looked at: the bytes of each chunk.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import json
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -30,20 +30,25 @@ import trio
 from coordinator.app import Opened
 from echo2p2p.errors import ChildError
 from echo2p2p.net.ports import Rows
-from echo2p2p.net.program import FAILED, OK
+from echo2p2p.net.system import SystemClock
 from echo2p2p.wire.messages import Address
-from scenarios import live_node, namespaces, torture_audit
+from scenarios import live_eyes, live_node, namespaces, torture_audit
 from scenarios.broadcast_links import BYTES_PER_MBIT, Line
 from scenarios.fake_engine import FakeEngine
 from scenarios.fake_learner import FakeLearner
+from scenarios.live_load import Load
 from scenarios.live_network import LiveNetwork
 from scenarios.machines import Machine
 from scenarios.world import COORDINATOR, RELAY_PORT, World, WorldSpec
 
 PORT: Final = 7070
 TELL_EVERY_S: Final = 0.1
+LOOK_EVERY_S: Final = 2.0
+"""At how full each queue is: every look costs the machine that is looked at milliseconds."""
 DISK_BYTES: Final = 512 << 20
 """Of a machine, in memory, as used."""
+STOP_TRIES: Final = 20
+STOP_AGAIN_S: Final = 0.5
 EVENTS: Final = "events.jsonl"
 FILLER: Final = "filler"
 TRAINED: Final = "trained.jsonl"
@@ -106,6 +111,9 @@ class LiveWorld(World):
         self._index = {name: place for place, name in enumerate((COORDINATOR, *self.machines))}
         self._processes: dict[str, trio.Process] = {}
         self._read_bytes: dict[Path, int] = {}
+        self._zero_s = 0.0
+        """When the story began, by the clock that all its processes write into their journals."""
+        self._load = Load()
         self._told: dict[str, live_node.Orders] = {}
         self._learner = _Told()
         self._engines = {name: _Told() for name in self.machines}
@@ -140,10 +148,33 @@ class LiveWorld(World):
 
     async def run(self, nemesis: Any = None) -> None:  # noqa: ANN401 - as in `World`
         """See `World.run`."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._look_and_tell)
-            await super().run(nemesis)
-            nursery.cancel_scope.cancel()
+        self._load = Load()
+        self._zero_s = SystemClock().time() - trio.current_time()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._look_and_tell)
+                for name in self._index:
+                    nursery.start_soon(self._look_inside, name)
+                await super().run(nemesis)
+                nursery.cancel_scope.cancel()
+        finally:  # what was said between two looks stands beside what was done meanwhile
+            self.trace.entries.sort(key=lambda entry: entry.at_s)
+
+    def load(self) -> dict[str, object]:
+        """Return who had the cores so far."""
+        return self._load.figures(trio.current_time())
+
+    async def _look_inside(self, name: str) -> None:
+        """Ask one machine again and again how full its queues are."""
+        while True:
+            await trio.sleep(LOOK_EVERY_S)
+            if name != COORDINATOR:
+                machine = self.machines[name]
+                if machine.running and machine.honest and not machine.faults:
+                    self.watch.look_at("peer", await live_eyes.peer_fills(self._index[name]))
+            elif self.is_open and self._address is not None:
+                status = await live_eyes.status_of(self._address)
+                self.watch.look_at(name, [] if status is None else live_eyes.fills_of(status))
 
     async def _spawn(self, name: str, part: object) -> trio.Process:
         command = [sys.executable, "-P", "-m", "scenarios.live_node"]
@@ -226,6 +257,7 @@ class LiveWorld(World):
         host = "0.0.0.0" if spec.nat else address  # noqa: S104 - dials out only
         settings["relay"] |= {"host": host, "public_host": None}
         settings["folder"] = str(self._folder / spec.name)
+        settings["metrics"]["port"] = live_eyes.METRICS_PORT
         return live_node.PeerPart(
             settings=settings,
             start_s=spec.start_s,
@@ -254,6 +286,9 @@ class LiveWorld(World):
             for name in self._index:
                 self._tell(name)
                 self._fill(name)
+                process = self._processes.get(name)
+                if process is not None and process.returncode is None:
+                    self._load.look(name, process.pid)
 
     def _drain(self) -> None:
         """Show the checkers what was written since the last look, in order of its time.
@@ -265,7 +300,8 @@ class LiveWorld(World):
         entries[:0] = self._new_entries(COORDINATOR)
         for name, entry in sorted(entries, key=lambda one: str(one[1]["timestamp"])):
             fields = {key: value for key, value in entry.items() if key not in ENTRY_KEYS}
-            self.journal.bind(node=name).event(entry["event"], **fields)
+            at_s = datetime.fromisoformat(entry["timestamp"]).timestamp() - self._zero_s
+            self.journal.heard(at_s, entry["event"], {"node": name, **fields})
             if name == COORDINATOR and entry["event"] == "run.opened":
                 self._on_opened(self._access())
 
@@ -364,17 +400,29 @@ class LiveWorld(World):
         self._coordinator_scope.cancel()  # which kills the process
 
     async def _stop_in_time(self) -> None:
+        """Tell every life of the coordinator to stop from then on; one that is down is waited for.
+
+        Raises:
+            ChildError: It is up, and does not listen.
+        """
         await trio.sleep_until(cast("float", self.spec.stop_s))
         self.journal.event("world.stops")
         self._stops = True
-        opened = self._address
-        if opened is None:
-            raise ChildError(COORDINATOR, "has never answered")
-        command = [sys.executable, "-P", "-m", "scenarios.live_world"]
-        await trio.run_process(
-            namespaces.inside(0, [*command, opened.url, opened.admin_token]),
-            stdin=(opened.authority or b""),
-        )
+        while True:
+            while not self.is_open or self._address is None:
+                await self.journal.happened.park()
+            life, failures = self._coordinator_lives, 0
+            while self.is_open and life == self._coordinator_lives:
+                try:
+                    await live_eyes.stop(self._address)
+                    break
+                except OSError as error:  # it may just have been killed
+                    failures += 1
+                    if failures == STOP_TRIES:
+                        raise ChildError(COORDINATOR, f"cannot be stopped: {error}") from error
+                    await trio.sleep(STOP_AGAIN_S)
+            while life == self._coordinator_lives:
+                await self.journal.happened.park()
 
     @contextmanager
     def _rows(self) -> Iterator[Rows]:
@@ -390,35 +438,3 @@ class LiveWorld(World):
 def _room(folder: Path) -> int:
     free = os.statvfs(folder)
     return free.f_bavail * free.f_frsize
-
-
-def stop(url: str, admin_token: str, authority: bytes) -> None:
-    """Tell a coordinator to stop.
-
-    Raises:
-        OSError: It does not answer.
-    """
-    context = None
-    if authority:
-        context = ssl.create_default_context(cadata=authority.decode())
-        context.check_hostname = False  # its certificate is the run's, whatever its address
-    request = urllib.request.Request(  # noqa: S310 - our own
-        f"{url}/control/stop", method="POST", headers={"authorization": f"Bearer {admin_token}"}
-    )
-    with urllib.request.urlopen(request, timeout=10, context=context):  # noqa: S310
-        pass
-
-
-def main(words: Sequence[str]) -> int:
-    """Stop a coordinator, from its own machine."""
-    url, admin_token = words
-    try:
-        stop(url, admin_token, sys.stdin.buffer.read())
-    except OSError as error:
-        print(f"error: the coordinator cannot be stopped: {error}", file=sys.stderr)
-        return FAILED
-    return OK
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

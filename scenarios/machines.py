@@ -21,11 +21,14 @@ from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.stopping import SimProcess
 from echo2p2p.testing.system import SimEntropy
 from peer.app import PeerApp
+from scenarios.costs import Costs
 from scenarios.fake_engine import FakeEngine, Lengths
 from scenarios.fake_learner import LearnerFaults
 from scenarios.lies import Lies
 from scenarios.parts import Pace
 
+COORDINATOR: Final = "coordinator"
+"""The machine that all others know."""
 PAGE_BYTES: Final = 4096
 TORN_SHARE: Final = 0.1
 GRACE_S: Final = 20.0
@@ -83,6 +86,8 @@ class WorldSpec:
     """Whether it lists what changed, as one on a GPU does."""
     learner_faults: tuple[LearnerFaults, ...] = ()
     """One a life of the learner; later lives have none."""
+    costs: Costs | None = None
+    """Of work, as on the machine that plays a live story; ``None``: it takes no time."""
     stop_s: float | None = None
     """The run is stopped then, if it has not ended; ``None``: never."""
 

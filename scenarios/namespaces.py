@@ -29,7 +29,7 @@ import trio
 
 from echo2p2p.errors import EchoError
 from scenarios import delay
-from scenarios.broadcast_links import Line
+from scenarios.broadcast_links import BYTES_PER_MBIT, Line
 
 WRAP: Final = (
     *("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -43,7 +43,11 @@ BRIDGE: Final = "br0"
 ASIDE: Final = "br1"
 """Whoever is on it reaches only others there."""
 PORT: Final = "e0"
-BURST_BYTES: Final = 65_536
+BURST_S: Final = 0.02
+"""What a bucket holds, in time of its rate. More would carry small payloads for nothing: 64 kB are
+half a second of a line of 1 Mbit/s, which then looks twice as fast as it is."""
+BURST_BYTES_MIN: Final = 8_000
+BURST_BYTES_MAX: Final = 65_536
 """Less is inexact: at 20 Mbit/s a timer's tick is worth 10 kB."""
 QUEUE_BYTES: Final = 1_000_000
 TOTAL_MBIT_MAX: Final = 800.0
@@ -150,7 +154,9 @@ def machine_batch(index: int) -> str:
 
 def shaping(device: str, mbit: float, verb: str = "add") -> str:
     """Return what `tc` is told of one port; ``verb`` is ``change`` if it was told before."""
-    bucket = f"tbf rate {mbit:g}mbit burst {BURST_BYTES} limit {QUEUE_BYTES}"
+    held = int(mbit * BYTES_PER_MBIT * BURST_S)
+    burst_bytes = max(BURST_BYTES_MIN, min(BURST_BYTES_MAX, held))
+    bucket = f"tbf rate {mbit:g}mbit burst {burst_bytes} limit {QUEUE_BYTES}"
     return f"qdisc {verb} dev {device} root handle 1: {bucket}"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echo2p2p.errors import ConfigError, EchoError
+from scenarios import bench_report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,12 +40,18 @@ def new_figure() -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def save(figure: Figure, target: Path) -> None:
-    """Write the file.
+def save(figure: Figure, target: Path, *stated: str) -> None:
+    """Write the file; below the picture stands what its figures hold for.
+
+    Args:
+        figure: The picture.
+        target: The file.
+        stated: Seeds and assumptions; machine and versions are added.
 
     Raises:
         EchoError: It cannot be written.
     """
+    figure.supxlabel("; ".join([*stated, bench_report.stated()]), fontsize=6, color="#555555")
     try:
         figure.savefig(target, format="png")
     except OSError as error:

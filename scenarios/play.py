@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import trio
@@ -18,6 +18,7 @@ from echo2p2p.errors import EchoError
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.system import SimEntropy
 from scenarios import story_report
+from scenarios.costs import Costs
 from scenarios.nemesis import Nemesis
 from scenarios.story import Story
 from scenarios.watch import ENDS_WELL, NO_IDLING, STATED_RATE, idle_share
@@ -64,13 +65,23 @@ class Played:
         }
 
 
-def play(name: str, story: Story, seed: int, *, until_s: float | None = None) -> Played:
-    """Play a story to its end, or until a moment, after which nothing is checked any more."""
+def play(
+    name: str,
+    story: Story,
+    seed: int,
+    *,
+    until_s: float | None = None,
+    costs: Costs | None = None,
+) -> Played:
+    """Play a story to its end, or until a moment, after which nothing is checked any more.
+
+    With ``costs`` work takes time, as it does with real processes.
+    """
     worlds: list[World] = []
 
     async def main() -> None:
         draws = SimEntropy(f"story {seed}")
-        world = World(story.draw(draws.rng("world")), seed=seed)
+        world = World(replace(story.draw(draws.rng("world")), costs=costs), seed=seed)
         worlds.append(world)
         rngs = [draws.rng(f"nemesis {fault.fault}") for fault in story.nemesis]
         with trio.move_on_at(float("inf") if until_s is None else until_s) as scope:

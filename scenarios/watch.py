@@ -8,9 +8,9 @@ some look back when all is over. A breach is a line that begins with the checker
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
@@ -26,11 +26,12 @@ from echo2p2p.testing.checkers import (
     VersionsAreWhole,
     VersionsNeverFork,
 )
-from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.journal import Entry, TraceJournal
 from echo2p2p.wire import codec
 from echo2p2p.wire.frames import ChunkPayload, Event
 from echo2p2p.wire.messages import ManifestHeader, Offer
 from scenarios.audit import audit_rows, surviving
+from scenarios.machines import COORDINATOR
 
 if TYPE_CHECKING:
     from scenarios.machines import Machine
@@ -40,10 +41,14 @@ SAMPLE_S: Final = 1.0
 BREACHES_MAX: Final = 100
 """Further ones are counted only: one bug can break an invariant at every event."""
 
+UNSENT_BYTES: Final = 256 * 1024
+"""What links that broke may have taken, and counted, and never carried."""
+
 QUEUES_BOUNDED: Final = "every queue is bounded"
 NOTHING_UNVERIFIED: Final = "no unverified byte is relayed"
 NO_HONEST_EVICTED: Final = "no honest peer is evicted"
 TRAINED_ONCE: Final = "acknowledged is trained once or rejected with a reason"
+BYTES_AGREE: Final = "nobody tells of more bytes than its line has carried"
 EVERYTHING_ENDS: Final = "leases and terms end"
 CONVERGES: Final = "live peers converge after healing"
 NO_IDLING: Final = "the learner idles no more than stated"
@@ -53,6 +58,7 @@ LOOKS: Final = (
     QUEUES_BOUNDED,
     NOTHING_UNVERIFIED,
     TRAINED_ONCE,
+    BYTES_AGREE,
     EVERYTHING_ENDS,
     CONVERGES,
     NO_IDLING,
@@ -129,12 +135,13 @@ class Watch:
         while True:
             await trio.sleep(SAMPLE_S)
             if self._world.app is not None and self._world.is_open:
-                self._look_at("coordinator", self._world.app.fills())
+                self.look_at("coordinator", self._world.app.fills())
             for machine in self._world.machines.values():
                 if machine.app is not None and machine.honest:
-                    self._look_at("peer", machine.app.fills())
+                    self.look_at("peer", machine.app.fills())
 
-    def _look_at(self, who: str, fills: Iterator[Fill]) -> None:
+    def look_at(self, who: str, fills: Iterable[Fill]) -> None:
+        """Compare how full everything of one machine is with what it may be."""
         for fill in fills:
             key = f"{who}: {fill.what}"
             known = self.fullest.get(key)
@@ -173,9 +180,25 @@ class Watch:
             self.breach("ledger balances", f"at the end: {counts}")
         if counts["in_flight"]:
             self.breach(EVERYTHING_ENDS, f"{counts['in_flight']} trajectories are in flight")
+        self._compare_bytes(summary)
         for machine in world.machines.values():
             if machine.honest and machine.running:
                 self.breach(ENDS_WELL, f"{machine.spec.name} has not heard of it")
+
+    def _compare_bytes(self, summary: Mapping[str, Any]) -> None:
+        """Lay what was told of chunks beside what each line has carried, of everything."""
+        world = self._world
+        told = {COORDINATOR: int(summary["weights"]["source_bytes"])}
+        for peer in summary["peers"]:
+            told[peer["name"]] = told.get(peer["name"], 0) + int(peer["relayed_bytes"])
+        for name, sent in told.items():
+            machine = world.machines.get(name)
+            if name != COORDINATOR and (machine is None or not machine.honest):
+                continue
+            carried = world.network.traffic(name).sent_bytes
+            if sent > carried + UNSENT_BYTES:
+                detail = f"{name} tells of {sent} bytes in chunks, its line carried {carried}"
+                self.breach(BYTES_AGREE, detail)
 
 
 PUNISHES: Final = {"peer.evicted": "peer", "link.violated": "peer", "chunk.rejected": "source"}
@@ -222,7 +245,16 @@ class CheckedJournal:
     def event(self, name: str, /, **fields: object) -> None:
         """Record, then look."""
         self.trace.event(name, **fields)
-        self.watch.see(name, self.trace.entries[-1].fields)
+        self._look()
+
+    def heard(self, at_s: float, name: str, fields: Mapping[str, object]) -> None:
+        """Record what another process says of an earlier moment, then look."""
+        self.trace.entries.append(Entry(at_s, name, {**self.trace.bound, **fields}))
+        self._look()
+
+    def _look(self) -> None:
+        entry = self.trace.entries[-1]
+        self.watch.see(entry.name, entry.fields)
         self.happened.unpark_all()
 
     def bind(self, **fields: object) -> Journal:

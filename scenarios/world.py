@@ -30,23 +30,23 @@ from echo2p2p.testing.disk import SimDisk
 from echo2p2p.testing.http import SimHttp
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.network import SimNetwork
-from echo2p2p.testing.system import InlineOffload, SimEntropy, SimSharedMemory
+from echo2p2p.testing.system import SimEntropy, SimSharedMemory
 from echo2p2p.wire.frames import Event
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
+from scenarios.costs import Cores
 from scenarios.fake_engine import FakeEngine
-from scenarios.fake_learner import FakeLearner
+from scenarios.fake_learner import PARAMETERS, FakeLearner
 from scenarios.false_uploads import Loot, WatchedHttp
 from scenarios.lies import Lies, WatchedStreams
-from scenarios.machines import GRACE_S, Machine, PeerSpec, WorldSpec
+from scenarios.machines import COORDINATOR, GRACE_S, Machine, PeerSpec, WorldSpec
 from scenarios.parts import InlineTaskWorker, MemoryShelf
 from scenarios.record import Record
 from scenarios.watch import CheckedJournal, FrameWatch, Watch
 
 __all__ = ["COORDINATOR", "PeerSpec", "World", "WorldSpec"]
 
-COORDINATOR: Final = "coordinator"
 STORE: Final = "run"
 RELAY_PORT: Final = 7071
 HANG_S: Final = 30.0
@@ -71,6 +71,7 @@ class World:
         """While the coordinator runs."""
         self.network = SimNetwork(self.entropy.rng("loss"))
         self.http = SimHttp(links=self.network)
+        self._cores = Cores(spec.costs, _state_mb(spec))
         self.disk = SimDisk(rng=self.entropy.rng("disk"))
         self.checkpoints: dict[str, bytes] = {}
         self.record = Record()
@@ -206,14 +207,17 @@ class World:
         life = f" life {self._coordinator_lives}" if self._coordinator_lives > 1 else ""
         entropy = self.entropy.fork(COORDINATOR + life)
         journal = self.journal.bind(node=COORDINATOR)
+        await self._cores.start_process()
         async with self.disk.open_store(STORE, MIGRATIONS) as store:
             ports = CoordinatorPorts(
                 clock=SimClock(),
                 entropy=entropy,
                 journal=journal,
-                offload=InlineOffload(),
+                offload=self._cores,
                 streams=WatchedStreams(
-                    self.network.streams(COORDINATOR), self._truth, self._frames.seen
+                    self._cores.streams(self.network.streams(COORDINATOR)),
+                    self._truth,
+                    self._frames.seen,
                 ),
                 make_http_server=lambda _: self.http.server(COORDINATOR, journal),
                 store=store,
@@ -242,7 +246,7 @@ class World:
         self.learner = FakeLearner(
             self.checkpoints,
             start_s=spec.learner_start_s,
-            step_s=spec.learner_step_s,
+            step_s=self._cores.step_s(spec.learner_step_s),
             save_s=spec.learner_save_s,
             changed_share=spec.learner_changed_share,
             finds=spec.learner_finds,
@@ -265,6 +269,7 @@ class World:
         outcome: str | None = "killed"
         with machine.process.inside(), trio.CancelScope() as machine.scope:
             await self._opened.wait()
+            await self._cores.start_process()
             settings, ports = self._peer_settings(machine), self._ports(machine)
             machine.app = PeerApp(settings, ports, machine.identity)
             try:
@@ -301,12 +306,19 @@ class World:
             clock=machine.clock,
             entropy=machine.entropy.fork(f"life {machine.lives}"),
             journal=self.journal.bind(node=spec.name),
-            offload=InlineOffload(),
+            offload=self._cores,
             streams=WatchedStreams(
-                self.network.streams(spec.name), machine.lies, watched, hides=spec.nat
+                self._cores.streams(self.network.streams(spec.name)),
+                machine.lies,
+                watched,
+                hides=spec.nat,
             ),
             http=WatchedHttp(
-                self.http.clients(spec.name), spec.name, machine.lies, self.record, self._loot
+                self._cores.clients(self.http.clients(spec.name)),
+                spec.name,
+                machine.lies,
+                self.record,
+                self._loot,
             ),
             memory=SimSharedMemory(files=machine.files),
             make_engine=lambda: self._make_engine(machine),
@@ -469,6 +481,11 @@ class World:
             json.dumps({"t": entry.at_s, "event": entry.name, **entry.fields}, sort_keys=True)
             for entry in self.trace.entries
         ]
+
+
+def _state_mb(spec: WorldSpec) -> float:
+    """Return the size of the scripted learner's model."""
+    return 2 * (PARAMETERS + spec.learner_ballast) / 1e6
 
 
 def _not_seen(event: Event) -> None:

@@ -8,6 +8,7 @@ import trio
 from coordinator.board import STATUS_AGE_S, Board
 from coordinator.config import RunSection, Settings
 from coordinator.publish import WeightBytes
+from echo2p2p.limits import Fill
 from echo2p2p.testing.clock import SimClock
 from echo2p2p.testing.disk import SimDisk
 from echo2p2p.wire.messages import Measurements
@@ -41,6 +42,7 @@ async def open_board():
                 intake=bench.intake,
                 queue=bench.queue,
                 publisher=Weights(),
+                fills=lambda: [Fill("members", 2, 9)],
             ),
         )
 
@@ -52,6 +54,7 @@ async def test_the_summary_has_its_keys_and_the_status_has_more(autojump_clock):
     assert set(summary) == SUMMARY_KEYS
     assert set(status) > SUMMARY_KEYS
     assert status["steps_target"] == 9
+    assert status["bounds"] == [{"what": "members", "now": 2, "limit": 9}]
     assert status["weights"]["source_copies"] == 1.0
     assert msgspec.json.decode(msgspec.json.encode(status)) == msgspec.to_builtins(status)
 

@@ -23,6 +23,7 @@ STATUS = {
     "age_steps": {"mean": 1.0, "max": 3},
     "tokens_per_s": 30.0,
     "queue": {"groups": 5, "unscored": 2},
+    "bounds": [{"what": "members", "now": 3, "limit": 10}],
     "trajectories": {
         "issued": 20,
         "trained": 10,
@@ -81,6 +82,8 @@ def test_figures_of_the_run_are_there():
     assert found["echo2_queue_unscored_groups", ()] == 2
     assert found["echo2_trajectories_rejected_total", (("reason", "stale"),)] == 2
     assert found["echo2_ledger_balances", ()] == 1
+    assert found["echo2_bound_now", (("what", "members"),)] == 3
+    assert found["echo2_bound_limit", (("what", "members"),)] == 10
     assert found["echo2_peers", (("state", "active"),)] == 1
     assert found["echo2_peers", (("state", "idle"),)] == 0
 

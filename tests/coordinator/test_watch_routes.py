@@ -43,6 +43,7 @@ class Front:
             intake=bench.intake,
             queue=bench.queue,
             publisher=Weights(),
+            fills=lambda: (),
         )
         api = Api(
             secrets=Secrets(

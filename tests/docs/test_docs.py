@@ -33,7 +33,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
 }
-LANGUAGES = {"console", "toml", "ini", "yaml", "text"}
+LANGUAGES = {"console", "toml", "ini", "yaml", "text", "python"}
 LAB, VOLUNTEER = PAGES["docs/lab.md"], PAGES["docs/volunteer.md"]
 BIN = Path(sys.executable).parent
 
@@ -278,7 +278,7 @@ LIMITS = ("upload_limit", "download_limit", "data_cap_per_day")
 @pytest.mark.parametrize("name", PAGES)
 def test_every_option_in_the_text_exists(all_options, name):
     named = {option for words in quoted(PAGES[name]) for option in options_in(words)}
-    others = {"--json", "--live", "--report", "--seed", "--trace"}
+    others = {"--fate", "--folder", "--json", "--live", "--report", "--seed", "--trace"}
     assert not named - all_options - others
 
 

@@ -6,6 +6,7 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
+from echo2p2p.limits import Fill
 from echo2p2p.net.aio import AioHttpClients, AioHttpServer, open_aio
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.wire.messages import Outcome
@@ -76,8 +77,11 @@ async def test_a_line_is_said_every_interval_if_it_is_another_one(autojump_clock
     assert said == [peer_line(READY), peer_line(PeerFigures(state="warming"))]
 
 
+FILLS = [Fill("links", 3, 256)]
+
+
 def samples(figures):
-    body, _ = exposition(figures)
+    body, _ = exposition(figures, FILLS)
     return {
         (sample.name, *sorted(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(body.decode())
@@ -92,6 +96,8 @@ def test_metrics_are_what_prometheus_reads():
     assert found["echo2_peer_groups_rejected_total", "stale"] == 2
     assert found["echo2_peer_state", "ready"] == 1
     assert found["echo2_peer_state", "joining"] == 0
+    assert found["echo2_peer_bound_now", "links"] == 3
+    assert found["echo2_peer_bound_limit", "links"] == 256
     assert ("echo2_peer_version",) not in samples(PeerFigures())
 
 
@@ -109,7 +115,9 @@ async def test_health_is_told_on_a_loopback_port(figures, status):
     async with AsyncExitStack() as stack:
         aio = await stack.enter_async_context(open_aio())
         server = AioHttpServer(aio, None, TraceJournal())
-        real = await stack.enter_async_context(serve_metrics(server, 0, lambda: figures))
+        real = await stack.enter_async_context(
+            serve_metrics(server, 0, lambda: figures, lambda: FILLS)
+        )
         assert real.host == "127.0.0.1"
         clients = AioHttpClients(aio)
         url = f"http://{real.host}:{real.port}"
@@ -117,4 +125,4 @@ async def test_health_is_told_on_a_loopback_port(figures, status):
         answer = await http.request("GET", "/healthz", timeout_s=5.0)
         assert (answer.status, answer.body) == (status, figures.state.encode())
         answer = await http.request("GET", "/metrics", timeout_s=5.0)
-        assert (answer.status, answer.body) == (200, exposition(figures)[0])
+        assert (answer.status, answer.body) == (200, exposition(figures, FILLS)[0])

@@ -118,7 +118,7 @@ def test_bytes_are_read_from_what_tc_prints():
 def test_each_line_is_shaped_at_both_ends():
     lines = [Line(20, 40), Line(10, 40), Line(2.5, 40, reachable=False)]
     assert namespaces.shaping("e0", 2.5) == (
-        "qdisc add dev e0 root handle 1: tbf rate 2.5mbit burst 65536 limit 1000000"
+        "qdisc add dev e0 root handle 1: tbf rate 2.5mbit burst 8000 limit 1000000"
     )
     hub = namespaces.hub_batch(lines).splitlines()
     assert "link add h2 type veth peer name e0 netns n2" in hub

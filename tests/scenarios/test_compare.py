@@ -12,7 +12,11 @@ def result(**more):
         "steps": 40,
         "idle_share": 0.1,
         "trajectories": {"issued": 200, "trained": 150, "rejected": {"stale": 10, "unused": 40}},
-        "versions": {"published": 20, "reached_s": {"0.5": 0.1, "0.95": 1.0, "1": 2.0}},
+        "versions": {
+            "published": 20,
+            "reached_s": {"0.5": 0.1, "0.95": 1.0, "1": 2.0},
+            "last_peer_median_s": 1.5,
+        },
         "bytes": {
             "coordinator": {"sent": 2_000_000, "received": 1},
             "a": {"sent": 500_000, "received": 1},

@@ -43,6 +43,10 @@ def test_every_checker_holds_with_real_processes(name, tmp_path):
     assert result["steps"] > 10
     assert result["trajectories"]["balances"]
     assert result["versions"]["published"] > 5
+    seen = {key.partition(":")[0] for key in result["fullest"]}
+    assert seen == {"coordinator", "peer"}, "queues are looked at over HTTP"
+    assert set(result["load"]["cpu_s"]) == set(result["bytes"])
+    assert min(result["load"]["cpu_s"].values()) > 0.5
     source = result["bytes"]["coordinator"]
     assert min(source["sent"], source["received"]) > 100_000, "the kernel counts"
     events = [json.loads(line) for line in trace.read_text().splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import trio
@@ -22,6 +23,7 @@ from coordinator.publish import Publisher
 from coordinator.training import Trainer
 from echo2p2p.errors import EngineError
 from echo2p2p.ids import Digest
+from echo2p2p.net.relay import RelayNode
 from echo2p2p.rollouts import batch
 from echo2p2p.rollouts.batch import GroupQueue
 from echo2p2p.weights.assembly import Assembly
@@ -189,6 +191,17 @@ def train_twice(monkeypatch) -> None:
     monkeypatch.setattr(Book, "train", unsuspecting)
 
 
+def count_bits(monkeypatch) -> None:
+    """A relay tells of bits where it should tell of bytes."""
+    real = RelayNode.statistics
+
+    def boastful(self):
+        said = real(self)
+        return replace(said, relayed_bytes=8 * said.relayed_bytes)
+
+    monkeypatch.setattr(RelayNode, "statistics", boastful)
+
+
 def let_leases_be(monkeypatch) -> None:
     """Nobody ends a lease whose time is over."""
 
@@ -264,6 +277,7 @@ BUGS = [
     (forget_heartbeats, CALM, watch.NO_HONEST_EVICTED),
     (acknowledge_before_the_disk, CALM, watch.TRAINED_ONCE),
     (train_twice, CALM, watch.TRAINED_ONCE),
+    (count_bits, CALM, watch.BYTES_AGREE),
     (let_leases_be, LOST_PEER, watch.EVERYTHING_ENDS),
     (roll_back_in_silence, LOST_LEARNER, "steps only go back by rollback"),
     (publish_and_keep, CALM, watch.CONVERGES),

@@ -1,0 +1,211 @@
+"""``echo2-scenario bench costs``: what work costs on this machine, in CPU time.
+
+These are the figures of `scenarios.costs`, by which the virtual world charges for work where it is
+compared with real processes. CPU time says the same on a busy machine, more or less. Work that is
+offloaded is timed while two short runs are played in virtual time, one with a model of 0.1 MB and
+one of 2.1 MB, of which a tenth changes in each step; a line through both gives the cost of a
+megabyte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import time  # noqa: TID251 - a benchmark reads CPU clocks
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Final, TypeVar
+
+import trio
+
+from coordinator.learner.base import LearnerSetup, TrainBatch
+from echo2p2p.ids import Step
+from echo2p2p.net.aio import AioHttpClients, AioHttpServer, open_aio
+from echo2p2p.net.ports import Endpoint, Request, Response, Route, TlsClient
+from echo2p2p.net.system import ThreadOffload
+from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.net.tls_streams import TlsStreams
+from echo2p2p.testing.clock import run_virtual
+from echo2p2p.testing.journal import TraceJournal
+from echo2p2p.testing.relays import RunKeys
+from echo2p2p.testing.system import SimEntropy
+from scenarios import bench_report
+from scenarios.costs import MEASURED, Cores, name_of
+from scenarios.fake_learner import PARAMETERS, FakeLearner
+from scenarios.story import load_story
+from scenarios.world import World
+
+T = TypeVar("T")
+STORY: Final = "live/steady"
+BALLASTS: Final = (0, 1_000_000)
+STARTS: Final = 3
+REQUESTS: Final = 200
+HANDSHAKES: Final = 30
+JOBS: Final = 500
+STEPS: Final = 10
+STOP_S: Final = 40.0
+SEED: Final = 7
+STEP: Final = "a learner's step"
+BODY: Final = b"x" * 1000
+HERE: Final = Endpoint("127.0.0.1", 0)
+
+
+class _TimedCores(Cores):
+    """Free cores that take down what each piece of work needs."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0.0)
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """See `Offload`."""
+
+        def timed() -> T:
+            began_s = time.thread_time()
+            result = work()
+            self.seconds[name_of(work)].append(time.thread_time() - began_s)
+            return result
+
+        return await super().run(timed)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: there is nothing to choose."""
+    del parser
+
+
+async def run(arguments: argparse.Namespace) -> dict[str, object]:
+    """Measure."""
+    del arguments
+    works = [await trio.to_thread.run_sync(_work, ballast) for ballast in BALLASTS]
+    return {
+        "start_ms": round(1000 * await trio.to_thread.run_sync(_start_s), 3),
+        "exchange_ms": round(1000 * await _exchange_s(), 3),
+        "handshake_ms": round(1000 * await _handshake_s(), 3),
+        "job_ms": round(1000 * await _job_s(), 3),
+        "work": _lines(*works),
+        "held": True,
+        "machine": bench_report.machine(),
+        "versions": bench_report.versions(),
+    }
+
+
+def _start_s() -> float:
+    """Return what it takes until a process of a live story does something."""
+    command = [sys.executable, "-P", "-c", "import scenarios.live_node"]
+    found = []
+    for _ in range(STARTS):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True)  # noqa: S603 - our own words
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(found)
+
+
+async def _exchange_s() -> float:
+    """Return what a request in TLS takes, both ends, on a connection that is there."""
+    material, journal = RunKeys().leaf("source"), TraceJournal()
+
+    async def answer(request: Request) -> Response:
+        await trio.lowlevel.checkpoint()
+        return Response(200, request.body)
+
+    async with AsyncExitStack() as stack:
+        aio = await stack.enter_async_context(open_aio(journal))
+        routes = (Route("POST", "/", answer, 10 * len(BODY)),)
+        server = AioHttpServer(aio, material, journal)
+        at = await stack.enter_async_context(server.serve(routes, HERE))
+        trusted = TlsClient(material.authority)
+        clients = AioHttpClients(aio)
+        url = f"https://{at.host}:{at.port}"
+        http = await stack.enter_async_context(clients.connect(url, trusted))
+        await http.request("POST", "/", body=BODY, timeout_s=10.0)
+        began_s = time.process_time()
+        for _ in range(REQUESTS):
+            await http.request("POST", "/", body=BODY, timeout_s=10.0)
+        return (time.process_time() - began_s) / REQUESTS
+
+
+async def _handshake_s() -> float:
+    """Return what a relay link in TLS takes until both ends know each other."""
+    keys = RunKeys()
+    ours = TlsStreams(TcpStreams(), keys.leaf("bob"))
+    theirs = TlsStreams(TcpStreams(), keys.leaf("ann"))
+    done = trio.Event()
+
+    async def accept(stream: trio.abc.Stream, host: str) -> None:
+        del host
+        assert isinstance(stream, trio.SSLStream)
+        await stream.do_handshake()
+        await done.wait()
+
+    async with theirs.listen(HERE, accept) as at:
+        streams = []
+        began_s = time.process_time()
+        for _ in range(HANDSHAKES):
+            stream = await ours.dial(at, timeout_s=10.0)
+            assert isinstance(stream, trio.SSLStream)
+            await stream.do_handshake()
+            streams.append(stream)
+        seconds = (time.process_time() - began_s) / HANDSHAKES
+        done.set()
+        for stream in streams:
+            await trio.aclose_forcefully(stream)
+    return seconds
+
+
+async def _job_s() -> float:
+    """Return what it takes to do nothing in another thread."""
+    offload = ThreadOffload(threads=1)
+    began_s = time.process_time()
+    for _ in range(JOBS):
+        await offload.run(lambda: None)
+    return (time.process_time() - began_s) / JOBS
+
+
+def _work(ballast: int) -> dict[str, float]:
+    """Return what each kind of work takes with a model of so many more weights, in seconds."""
+    story = load_story(STORY)
+    world = story.world.model_copy(update={"model_ballast": ballast})
+    draws = SimEntropy(f"story {SEED}")
+    spec = story.model_copy(update={"world": world}).draw(draws.rng("world"))
+    cores = _TimedCores()
+
+    async def main() -> None:
+        played = World(replace(spec, stop_s=STOP_S), seed=SEED)
+        played._cores = cores  # noqa: SLF001 - only this benchmark changes a world's cores
+        await played.run()
+
+    async def step() -> float:
+        learner = FakeLearner(ballast=ballast, changed_share=spec.learner_changed_share)
+        await learner.start(LearnerSetup(model_dir=Path(), task=""), lambda *_: None)
+        found = []
+        for number in range(STEPS):
+            began_s = time.thread_time()
+            await learner.train(TrainBatch(Step(number), samples=(), tokens_total=1))
+            found.append(time.thread_time() - began_s)
+        return fmean(found)
+
+    run_virtual(main, seed=SEED)
+    found = {name: fmean(seconds) for name, seconds in cores.seconds.items()}
+    return {**found, STEP: run_virtual(step, seed=SEED)}
+
+
+def _lines(small: Mapping[str, float], large: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the cost of each kind that is charged, as a line over the model's size."""
+    step_mb = 2 * (BALLASTS[1] - BALLASTS[0]) / 1e6
+    first_mb = 2 * (PARAMETERS + BALLASTS[0]) / 1e6
+    found = {}
+    for name in (*MEASURED.work, STEP):
+        slope = (large[name] - small[name]) / step_mb
+        found[name] = {
+            "ms": round(1000 * max(0.0, small[name] - slope * first_mb), 3),
+            "ms_per_mb": round(1000 * slope, 3),
+        }
+    return found

@@ -1,0 +1,123 @@
+"""`echo2-scenario agree`: two backends, figure beside figure."""
+
+import copy
+import json
+
+import pytest
+import trio
+
+from echo2p2p.errors import EchoError
+from scenarios import agree, namespaces
+from scenarios.agree import STORIES, TOLERANCES, Tolerance, rows_of
+from scenarios.command import main
+from scenarios.costs import MEASURED
+from scenarios.play import play
+from scenarios.story import load_story, read_story
+
+STORY = """
+[world]
+stop_s = 14
+heal_s = 5
+learner_step_s = 0.5
+learner_start_s = 0.5
+[[peers]]
+count = 2
+engine_start_s = 0.5
+seconds_per_token = 0.01
+[checks]
+converge_s = 4
+"""
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    path = tmp_path_factory.mktemp("story") / "two.toml"
+    path.write_text(STORY, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def virtual():
+    return play("two", read_story(STORY, "two"), 7, costs=MEASURED).result()
+
+
+def live_as(virtual, *, others_cores=0.0, **more):
+    return copy.deepcopy(virtual) | {"load": {"cores": 2, "others_cores": others_cores}} | more
+
+
+def of(rows, name):
+    (row,) = [row for row in rows if row["figure"] == name]
+    return row
+
+
+def test_a_share_of_the_larger_or_an_amount_whichever_is_more():
+    near = Tolerance(0.25, 0.05)
+    assert near.holds(1.0, 0.75)
+    assert near.holds(0.75, 1.0)
+    assert not near.holds(1.0, 0.74)
+    assert near.holds(0.01, 0.06)
+    assert not near.holds(0.01, 0.07)
+
+
+def test_what_is_alike_agrees_and_what_is_not_is_named(virtual):
+    assert all(row["agrees"] is not False for row in rows_of(virtual, live_as(virtual)))
+    slow = copy.deepcopy(virtual["versions"])
+    slow["reached_s"]["0.5"] = 2 * slow["reached_s"]["0.5"] + 0.1
+    rows = rows_of(virtual, live_as(virtual, versions=slow, idle_share=None))
+    wrong = {row["figure"] for row in rows if row["agrees"] is False}
+    assert wrong == {"in half of the engines, s", "idle share"}
+    assert of(rows, "converged, s")["agrees"] is None
+
+
+def test_a_reason_that_never_came_up_on_one_backend_counts_as_none(virtual):
+    counts = copy.deepcopy(virtual["trajectories"])
+    counts["rejected"] = {"damaged": int(0.02 * counts["issued"])}
+    assert of(rows_of(virtual, live_as(virtual, trajectories=counts)), "rejected(damaged) share")[
+        "agrees"
+    ]
+    counts["rejected"] = {"damaged": int(0.06 * counts["issued"])}
+    row = of(rows_of(virtual, live_as(virtual, trajectories=counts)), "rejected(damaged) share")
+    assert row["virtual"] == 0.0
+    assert row["agrees"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("others_cores", "changes", "code"),
+    [(0.0, {}, 0), (0.0, {"steps": 1000}, 1), (1.0, {}, 0), (0.0, {"held": False}, 1)],
+)
+def test_the_exit_code_says_whether_they_agree(
+    others_cores, changes, code, story, virtual, monkeypatch, capsys
+):
+    async def play_live(name, story, seed):
+        await trio.lowlevel.checkpoint()
+        return live_as(virtual, others_cores=others_cores, **changes), []
+
+    monkeypatch.setattr(agree, "play_live", play_live)
+    assert main(["agree", str(story)]) == code
+    text = capsys.readouterr().out
+    assert ("OUTSIDE" in text) == ("steps" in changes)
+    assert ("idle machine" in text) == (others_cores > 0)
+    assert main(["agree", str(story), "--json"]) == code
+    result = json.loads(capsys.readouterr().out)
+    assert result["agree"] == (code == 0)
+    assert set(TOLERANCES) < set(result["tolerances"])
+    assert result["machine"]["cores"]
+    assert result["versions"]["echo2p2p"]
+    assert result["costs"]["start_s"] == MEASURED.start_s
+
+
+def test_without_root_one_line_says_so(story, monkeypatch, capsys):
+    def never(*_):
+        raise EchoError("network namespaces need root")
+
+    monkeypatch.setattr(namespaces, "why_impossible", never)
+    assert main(["agree", "live/no-such"]) == 2
+    assert "no such story" in capsys.readouterr().err
+
+
+def test_its_stories_are_short_and_small():
+    for name in STORIES:
+        story = load_story(f"live/{name}")
+        assert story.world.stop_s <= 60
+        assert sum(group.count for group in story.peers) <= 4
