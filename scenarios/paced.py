@@ -46,8 +46,17 @@ from echo2p2p.wire.messages import Lease
 from peer.app import PeerPorts
 from peer.command import join as run_peer
 from peer.config import PeerSettings
-from peer.engine.base import Engine, EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.base import (
+    Between,
+    Engine,
+    EngineInfo,
+    EngineSetup,
+    Generated,
+    LoadReport,
+    Selection,
+)
 from peer.machine import open_machine as open_peer
+from peer.touched import Touched
 from scenarios import namespaces
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
@@ -101,21 +110,31 @@ class PacedEngine:
         """See `Engine`."""
         return await self._engine.start(setup)
 
-    async def load(self, version: Version, state: SharedState) -> LoadReport:
+    async def load(
+        self, version: Version, state: SharedState, touched: Touched | None = None
+    ) -> LoadReport:
         """See `Engine`."""
-        return await self._engine.load(version, state)
+        return await self._engine.load(version, state, touched)
 
-    async def prove(self) -> Digest:
+    async def prove(self, selection: Selection | None = None) -> Digest:
         """See `Engine`."""
-        return await self._engine.prove()
+        return await self._engine.prove(selection)
 
     async def generate(
-        self, leases: list[Lease], *, timeout_s: float = math.inf
+        self,
+        leases: list[Lease],
+        *,
+        timeout_s: float = math.inf,
+        between: Between | None = None,
     ) -> list[Generated]:
         """See `Engine`."""
         samples = sum(len(lease.seeds) for lease in leases)
         async with lasting(samples * self._sample_s):
-            return await self._engine.generate(leases, timeout_s=timeout_s)
+            return await self._engine.generate(leases, timeout_s=timeout_s, between=between)
+
+    def interrupt(self) -> None:
+        """See `Engine`."""
+        self._engine.interrupt()
 
     async def close(self) -> None:
         """See `Engine`."""
