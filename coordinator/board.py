@@ -10,7 +10,7 @@ the time goes into it, however many people watch; the counts come from the store
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 import trio
@@ -60,6 +60,7 @@ class Board:
         intake: Groups that wait to be scored.
         queue: Groups that wait for a step.
         publisher: Sizes.
+        held_out: Scores of items that are never trained on.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Board:
         intake: Intake,
         queue: GroupQueue,
         publisher: WeightFigures,
+        held_out: Callable[[], Mapping[str, object] | None],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -82,6 +84,7 @@ class Board:
         self._intake = intake
         self._queue = queue
         self._publisher = publisher
+        self._held_out = held_out
         self._arrivals = Arrivals()
         self._phase: dict[str, object] = {"name": "starting"}
         self._making = trio.Lock()
@@ -117,6 +120,7 @@ class Board:
             "outcome": self._state.outcome,
             "run": self._state.run_id,
             **self.progress.summary(self._clock.time()),
+            "held_out": self._held_out(),
             "step": self._state.step,
             "generation": self._state.generation,
             "versions_published": 0 if latest is None else latest + 1,

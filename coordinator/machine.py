@@ -13,7 +13,7 @@ from typing import Final
 from coordinator.app import CoordinatorPorts
 from coordinator.config import Settings
 from coordinator.learner.client import TorchLearnerProcess
-from coordinator.model import prepare_model
+from coordinator.model import model_folder, prepare_model
 from coordinator.schema import MIGRATIONS
 from coordinator.task_client import TaskWorkerProcess
 from echo2p2p.errors import StoreError
@@ -74,7 +74,7 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
     names = ("payloads", "checkpoints", "logs", "memory")
     make_folders("run.folder", folder, *(folder / name for name in names))
     spec = settings.model.path
-    model_dir = folder / "model" if spec.startswith("@") else Path(spec).expanduser()
+    model_dir = model_folder(spec, folder)
     prepare_model(spec, model_dir)
     logs = folder / "logs"
     wanted = HttpLimits.connections_max

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from coordinator.fetched import MODELS, cache_folder
 from echo2p2p.errors import ConfigError
 from echo2p2p.net.disk_errors import guard_disk
 from echo2p2p.tasks.base import Prompt
@@ -51,13 +52,25 @@ _TINY_TEMPLATE: Final = (
 )
 
 
+def model_folder(spec: str, run_folder: Path) -> Path:
+    """Return where the model is that ``model.path`` names.
+
+    Args:
+        spec: The setting.
+        run_folder: Of the run, which keeps the model that is made on the spot.
+    """
+    if spec in MODELS:
+        return cache_folder(spec)
+    return run_folder / "model" if spec.startswith("@") else Path(spec).expanduser()
+
+
 def prepare_model(spec: str, folder: Path) -> None:
     """Make sure that ``folder`` is a Hugging Face folder as ``spec`` says.
 
     Args:
         spec: `TINY_QWEN3`, written into ``folder`` (without weights) if it is not there yet; or
-            anything else, which must already be ``folder``'s own path.
-        folder: Where the model is.
+            anything else, which must already be there.
+        folder: Where the model is, as `model_folder` says.
 
     Raises:
         ConfigError: No such preset, or the folder is not a model's.
@@ -68,8 +81,13 @@ def prepare_model(spec: str, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / "config.json").exists():
                 _write_tiny(folder)
+    elif spec in MODELS:
+        if not (folder / "config.json").is_file():
+            mend = f"run: echo2-coordinator fetch {spec}"
+            raise ConfigError("model.path", f"{spec} is not in {folder} yet; {mend}")
     elif spec.startswith("@"):
-        raise ConfigError("model.path", f"no built-in model {spec!r}; there is {TINY_QWEN3}")
+        known = ", ".join([TINY_QWEN3, *MODELS])
+        raise ConfigError("model.path", f"no built-in model {spec!r}; there is: {known}")
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ConfigError("model.path", f"{folder} has no {name}; give a Hugging Face folder")

@@ -7,7 +7,7 @@ Calls are made one at a time, except `close`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -85,6 +85,9 @@ class TrainSample:
     logprobs: NDArray[np.float32]
     """``[n] float32``: of the behaviour policy."""
     advantage: float
+    fresh: bool = False
+    """Sampled from the very weights that are to be updated: its log-probs should be the learner's
+    own, but for bf16 and another implementation."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class StepReport:
     """Steps after the update."""
     seconds: float
     metrics: Mapping[str, float]
-    """``loss``, ``gradient_norm``, ``ratio_mean``, ``clipped_share``, ``kl_behaviour``, ..."""
+    """``loss``, ``gradient_norm``, ``ratio_mean``, ``clipped_share``, ``kl_behaviour``, ...;
+    ``parity_mean``, ``parity_max`` and ``parity_kl`` only if there were fresh samples."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,21 @@ class Learner(Protocol):
 
         Raises:
             ChildError: The learner is gone; nothing is known of the step.
+        """
+        ...
+
+    async def answer(
+        self, prompts: Sequence[NDArray[np.uint32]], *, tokens_max: int, stop_ids: Sequence[int]
+    ) -> list[NDArray[np.uint32]]:
+        """Return the likeliest answer to each prompt, token by token, by the weights as they are.
+
+        Args:
+            prompts: ``[n] uint32`` each, not empty.
+            tokens_max: Of an answer.
+            stop_ids: Any of these ends an answer, and is its last token.
+
+        Raises:
+            ChildError: The learner is gone.
         """
         ...
 

@@ -17,11 +17,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from coordinator.learner.answers import answer
 from coordinator.learner.base import (
     Exported,
     LearnerReady,
@@ -153,8 +155,21 @@ class TorchLearner:
             packed.behaviour.to(self._device),
             packed.advantages.to(self._device),
             packed.mask.to(self._device),
+            packed.fresh.to(self._device),
             tokens_total=tokens_total,
             settings=self._loss,
+        )
+
+    def answer(
+        self, prompts: Sequence[NDArray[np.uint32]], *, tokens_max: int, stop_ids: Sequence[int]
+    ) -> list[NDArray[np.uint32]]:
+        """Answer prompts greedily; see `coordinator.learner.answers`."""
+        return answer(
+            self.model,
+            prompts,
+            tokens_max=tokens_max,
+            stop_ids=stop_ids,
+            rows_max=self._setup.micro_batch,
         )
 
     def _apply(self, rate: float) -> float:
@@ -247,6 +262,8 @@ class PackedRows:
     """``[rows, width] bool``: True where a generated token is."""
     advantages: Tensor
     """``[rows] float32``."""
+    fresh: Tensor
+    """``[rows] bool``: sampled from these very weights."""
 
 
 def pack_rows(rows: Sequence[TrainSample]) -> PackedRows:
@@ -269,15 +286,24 @@ def pack_rows(rows: Sequence[TrainSample]) -> PackedRows:
         behaviour=torch.from_numpy(behaviour),
         mask=torch.from_numpy(mask),
         advantages=torch.from_numpy(advantages),
+        fresh=torch.tensor([row.fresh for row in rows], dtype=torch.bool),
     )
 
 
 def _metrics(parts: Sequence[LossSums]) -> dict[str, float]:
     tokens = max(1.0, sum(part.tokens for part in parts))
-    return {
+    found = {
         "loss": sum(part.loss.item() for part in parts),
         "tokens": sum(part.tokens for part in parts),
         "ratio_mean": sum(part.ratio for part in parts) / tokens if parts else 1.0,
         "clipped_share": sum(part.bounded for part in parts) / tokens,
         "kl_behaviour": sum(part.kl for part in parts) / tokens,
     }
+    if fresh := sum(part.fresh.tokens for part in parts):
+        found |= {
+            "parity_tokens": fresh,
+            "parity_mean": sum(part.fresh.gap for part in parts) / fresh,
+            "parity_max": max(part.fresh.gap_max for part in parts),
+            "parity_kl": sum(part.fresh.kl for part in parts) / fresh,
+        }
+    return found

@@ -16,7 +16,7 @@ from scenarios.middle import ROLLOUTS, heartbeat, open_bench, right_answers
 SUMMARY_KEYS = {
     *("outcome", "run", "reward_version0", "reward_first", "reward_last", "steps", "wall_s"),
     *("learner_idle_share", "age_steps", "step", "generation", "versions_published"),
-    *("trajectories", "weights", "peers"),
+    *("trajectories", "weights", "peers", "held_out", "parity"),
 }
 
 
@@ -41,6 +41,7 @@ async def open_board():
                 intake=bench.intake,
                 queue=bench.queue,
                 publisher=Weights(),
+                held_out=lambda: None,
             ),
         )
 

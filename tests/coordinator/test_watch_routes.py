@@ -43,6 +43,7 @@ class Front:
             intake=bench.intake,
             queue=bench.queue,
             publisher=Weights(),
+            held_out=lambda: None,
         )
         api = Api(
             secrets=Secrets(

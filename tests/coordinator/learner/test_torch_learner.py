@@ -63,6 +63,47 @@ def assert_equal(first, second):
         assert torch.equal(first[name], second[name]), name
 
 
+def test_answers_are_the_likeliest_tokens_one_after_the_other_whatever_stands_beside(folder):
+    learner = make_learner(folder, seed=3, micro_batch=2)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(4, 60, size).astype(np.uint32) for size in (5, 2, 9)]
+
+    def greedy(prompt, stop):
+        row = prompt.tolist()
+        for _ in range(6):
+            with torch.no_grad():
+                row.append(int(learner.model(torch.tensor([row])).logits[0, -1].argmax()))
+            if row[-1] == stop:
+                break
+        return row[prompt.size :]
+
+    stop = greedy(prompts[0], -1)[2]  # one that is met
+    wanted = [greedy(prompt, stop) for prompt in prompts]
+    found = learner.answer(prompts, tokens_max=6, stop_ids=[stop])
+    assert [answer.tolist() for answer in found] == wanted
+    assert len(wanted[0]) < 6
+
+
+def test_log_probs_of_the_learner_s_own_weights_have_parity_and_only_fresh_rows_count(folder):
+    learner = make_learner(folder, seed=3)
+    ids = torch.tensor([[5, 9, 30, 31, 32]])
+    with torch.no_grad():
+        logits = learner.model(ids[:, :-1]).logits.log_softmax(-1)
+    own = logits[0, 1:].gather(-1, ids[0, 2:, None])[:, 0].numpy()
+    prompt, tokens = np.array([5, 9], np.uint32), np.array([30, 31, 32], np.uint32)
+    rows = (
+        TrainSample(prompt, tokens, own + np.float32([0, 0.25, 0]), 1.0, fresh=True),
+        TrainSample(prompt, tokens, own - 2, -1.0, fresh=False),
+    )
+    metrics = learner.train(TrainBatch(step=0, samples=rows, tokens_total=6)).metrics
+    assert metrics["parity_tokens"] == 3
+    assert metrics["parity_mean"] == pytest.approx(0.25 / 3, abs=1e-5)
+    assert metrics["parity_max"] == pytest.approx(0.25, abs=1e-5)
+    assert metrics["parity_kl"] == pytest.approx((np.exp(-0.25) - 1 + 0.25) / 3, abs=1e-5)
+    stale = TrainBatch(step=1, samples=rows[1:], tokens_total=3)
+    assert not [name for name in learner.train(stale).metrics if name.startswith("parity")]
+
+
 def test_rows_of_different_lengths_are_aligned_with_what_predicts_them():
     rng = np.random.default_rng(1)
     rows = [make_sample(rng, 4, 2, 1.0), make_sample(rng, 2, 1, -1.0)]
