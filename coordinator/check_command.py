@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from coordinator.config import Settings
 from coordinator.fetched import MODELS
 from coordinator.memory import memory_lines
-from coordinator.model import TINY_QWEN3, model_folder, prepare_model, read_json
+from coordinator.model import TINY_QWEN3, model_folder, prepare_model
+from echo2p2p.net.tokenizer import read_json
 from echo2p2p.tasks.registry import check_task
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")

@@ -42,6 +42,7 @@ from echo2p2p.net.shaping import (
     TrafficLog,
 )
 from echo2p2p.net.tls_streams import TlsStreams
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.net.trust import (
     NONCE_BYTES,
     JoinToken,
@@ -113,7 +114,9 @@ class PeerPorts:
     traffic_log: TrafficLog = field(default_factory=NoTrafficLog)
     """Used only where there is a daily cap."""
     make_http_server: Callable[[], HttpServer] | None = None
-    """For the peer's own metrics; ``None``: it serves none."""
+    """For the peer's own metrics, and its model; ``None``: it serves none."""
+    open_tokenizer: Callable[[], FolderTokenizer] | None = None
+    """Reads the model's tokenizer, to serve it; ``None``: the volunteer gave no folder."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,11 @@ class PeerApp:
             return self._membership.figures(self._past)
         resting = self._shaper is not None and self._shaper.stage() is Stage.SPENT
         return PeerFigures(state="resting" if resting else "joining", tally=self._past)
+
+    @property
+    def keeper(self) -> EngineKeeper | None:
+        """The engine's keeper; ``None`` before the first membership, and of a relay."""
+        return self._keeper
 
     def fills(self) -> Iterator[Fill]:
         """Yield how full everything is that has a bound; nothing between two memberships."""

@@ -20,6 +20,7 @@ from echo2p2p.net.ports import Journal
 from echo2p2p.net.shaping import DayTraffic, receive_buffer_bytes
 from echo2p2p.net.system import SystemClock, SystemEntropy, ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.net.trust import PeerIdentity
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerPorts, limits_of
@@ -144,6 +145,21 @@ def model_reader(settings: PeerSettings) -> ReadModel | None:
     return partial(read_checkpoint, folder)
 
 
+def tokenizer_opener(settings: PeerSettings) -> Callable[[], FolderTokenizer] | None:
+    """Return what reads the model's tokenizer from the volunteer's folder, if there is one."""
+    folder = settings.serve.tokenizer or settings.model_dir
+    if folder is None:
+        return None
+
+    def read() -> FolderTokenizer:
+        try:
+            return FolderTokenizer(Path(folder).expanduser())
+        except ConfigError as error:
+            raise ConfigError("serve.tokenizer", error.detail) from error
+
+    return read
+
+
 class TrafficFile:
     """`TrafficLog` in a file of the peer's folder."""
 
@@ -218,6 +234,7 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
             outbox=FileBlobs(folder / "outbox"),
             memory_free=free_memory_bytes,
             read_model=model_reader(settings),
+            open_tokenizer=tokenizer_opener(settings),
             traffic_log=TrafficFile(folder / "traffic.json"),
             make_http_server=lambda: AioHttpServer(aio, None, journal),
         )

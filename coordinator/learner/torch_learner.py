@@ -37,10 +37,10 @@ from coordinator.learner.export import Exporter
 from coordinator.learner.layout import layout_of
 from coordinator.learner.loss import LossSettings, LossSums, token_loss
 from coordinator.learner.warm_start import warm_start
-from coordinator.model import FolderTokenizer
 from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.ids import Step
 from echo2p2p.net.child_worker import Stopwatch
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.registry import make_task
 
 SPARE_SHARE: Final = 0.1

@@ -17,12 +17,12 @@ from coordinator.config import Settings
 from coordinator.fetched import cache_folder
 from coordinator.learner.base import TrainBatch, TrainSample
 from coordinator.learner.torch_learner import TorchLearner
-from coordinator.model import FolderTokenizer
 from coordinator.task_desk import TaskDesk
 from coordinator.task_port import Done, Opening, Turn
 from coordinator.training import learner_setup
 from echo2p2p.ids import Step
 from echo2p2p.net.memory import FileMemory
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.base import HELD_OUT_SEED, Message, Prompt
 from echo2p2p.tasks.registry import make_task
 

@@ -18,8 +18,8 @@ import pytest
 
 import coordinator.command
 import peer.command
-from coordinator import metrics as run_metrics
 from coordinator import fetch_command, status_command
+from coordinator import metrics as run_metrics
 from coordinator.config import Settings
 from coordinator.fetched import MODELS
 from coordinator.recorder import EVENTS_FOLDER

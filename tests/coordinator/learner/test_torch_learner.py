@@ -14,9 +14,10 @@ from coordinator.learner import checkpoint
 from coordinator.learner.base import LearnerSetup, TrainBatch, TrainSample, WarmStart
 from coordinator.learner.layout import layout_of
 from coordinator.learner.torch_learner import TorchLearner, pack_rows
-from coordinator.model import TINY_QWEN3, FolderTokenizer, prepare_model
+from coordinator.model import TINY_QWEN3, prepare_model
 from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.net.memory import FileMemory
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.base import Prompt
 from echo2p2p.weights.delta import encode_delta
 from echo2p2p.weights.found import FoundElsewhere, room_for
