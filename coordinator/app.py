@@ -7,7 +7,7 @@ Starting and resuming are one path: whatever the store holds is taken up, then t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -83,6 +83,8 @@ class CoordinatorPorts:
     model_dir: Path
     model_config: str
     """The model's ``config.json``."""
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    """By name: what peers may have of the model's folder."""
     cores: int = 1
     """That this process may use."""
 
@@ -322,6 +324,7 @@ class CoordinatorApp:
                 stop=self.stop,
                 journal=ports.journal,
                 fail=self._fail,
+                model_files=ports.model_files,
                 upload_bytes_max=settings.rollouts.upload_bytes_max,
             )
             bind = Endpoint(server.host, server.port)

@@ -131,14 +131,13 @@ async def _serving(
     endpoint = parse_address(asked.address, key=asked.key)
     if ports.make_engine is None:
         raise ConfigError("serve.address", "a peer without an engine has no model to serve")
-    if ports.open_tokenizer is None:
-        raise ConfigError(
-            "serve.tokenizer",
-            "none was given: --serve.tokenizer DIR, with the model's tokenizer.json, config.json",
-        )
+    assert ports.open_tokenizer is not None
+    if asked.tokenizer is not None or settings.model_dir is not None:
+        open_tokenizer = ports.open_tokenizer
+        app.tokenizer = await ports.offload.run(lambda: open_tokenizer(None))
     model = ModelServer(
         speaker=lambda: app.keeper,
-        tokenizer=await ports.offload.run(ports.open_tokenizer),
+        tokenizer=lambda: app.tokenizer,
         key=asked.key,
         tokens_max=asked.tokens_max,
         clock=ports.clock,

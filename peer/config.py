@@ -184,7 +184,7 @@ class ServeSection(Section):
     run's work."""
     tokenizer: str | None = None
     """Hugging Face folder with the model's tokenizer.json, chat template and config.json;
-    default: `model_dir`."""
+    default: `model_dir`, or else what the run gives."""
 
 
 class PeerSettings(Section):

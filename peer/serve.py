@@ -4,8 +4,8 @@ A request becomes leases like those of the run, and takes its turn at the engine
 waiting is answered as one batch. Each answer says by which version it was sampled. The queue is
 bounded: beyond it, 429. On loopback unless the volunteer says otherwise, and then with a key.
 
-Tokens and text are turned into each other here, which needs the model's tokenizer; the run sends
-none, so the volunteer gives the folder.
+Tokens and text are turned into each other here, which needs the model's tokenizer: the volunteer
+has it in a folder, or the run gives it once the peer is a member.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ModelServer:
 
     Args:
         speaker: The engine's keeper; ``None``: there is none yet.
-        tokenizer: The model's.
+        tokenizer: The model's; ``None``: there is none yet.
         key: What requests must show as a bearer; ``None``: nothing.
         tokens_max: Of an answer, whatever is asked for.
         journal: Told of batches that failed.
@@ -110,7 +110,7 @@ class ModelServer:
         self,
         *,
         speaker: Callable[[], Speaker | None],
-        tokenizer: Tokenizer,
+        tokenizer: Callable[[], Tokenizer | None],
         key: str | None,
         tokens_max: int,
         clock: WallClock,
@@ -119,7 +119,7 @@ class ModelServer:
         journal: Journal,
     ) -> None:
         self._speaker = speaker
-        self._tokenizer = tokenizer
+        self._find_tokenizer = tokenizer
         self._key = key
         self._tokens_max = tokens_max
         self._clock = clock
@@ -205,6 +205,8 @@ class ModelServer:
         speaker = self._speaker()
         if speaker is None or speaker.version is None:
             raise ApiError(503, "the engine has no version yet", retry_after_s=RETRY_S)
+        if self._find_tokenizer() is None:
+            raise ApiError(503, "the tokenizer is still on its way", retry_after_s=RETRY_S)
         asked = await self._offload.run(lambda: read_request(kind, body))
         leases = await self._offload.run(lambda: self._leases(asked))
         if len(self._waiting) + len(leases) > WAITING_MAX:
@@ -222,6 +224,12 @@ class ModelServer:
         headers = _version_headers(answers, speaker)
         answered = await self._offload.run(lambda: self._spoken(asked, leases, answers))
         return write_answer(asked, answered, headers)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        found = self._find_tokenizer()
+        assert found is not None
+        return found
 
     def _leases(self, asked: Asked) -> list[Lease]:
         """Return a lease a prompt."""

@@ -46,6 +46,10 @@ from echo2p2p.tasks.registry import make_task
 SPARE_SHARE: Final = 0.1
 """Of a GPU's memory, left alone: a later batch may be longer than those so far."""
 
+ANSWER_ROWS: Final = 32
+"""So many times a step's micro-batch is answered at once: such rows keep their keys and values,
+about a fortieth of what a backward pass needs."""
+
 Report = Callable[[str, Mapping[str, float]], None]
 
 
@@ -169,7 +173,7 @@ class TorchLearner:
             prompts,
             tokens_max=tokens_max,
             stop_ids=stop_ids,
-            rows_max=self._setup.micro_batch,
+            rows_max=ANSWER_ROWS * self._setup.micro_batch,
         )
 
     def _apply(self, rate: float) -> float:

@@ -17,6 +17,15 @@ from typing import Any, Final, NoReturn
 from echo2p2p.errors import ConfigError
 from echo2p2p.tasks.base import Prompt
 
+MODEL_FILES: Final = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What a tokenizer is made of; nothing else of the folder is given out."""
+
 REPLACEMENT: Final = "\ufffd"
 """Stands for a token id that the tokenizer does not know (a model's vocabulary is often larger)."""
 

@@ -67,7 +67,7 @@ async def served(tokenizer, speaker, *, key=None, tokens_max=64):
     http, journal = SimHttp(), TraceJournal()
     model = ModelServer(
         speaker=lambda: speaker,
-        tokenizer=tokenizer,
+        tokenizer=lambda: tokenizer,
         key=key,
         tokens_max=tokens_max,
         clock=SimClock(),
@@ -308,7 +308,7 @@ async def test_openai_s_own_client_talks_to_it(tokenizer):
     journal = TraceJournal()
     model = ModelServer(
         speaker=lambda: speaker,
-        tokenizer=tokenizer,
+        tokenizer=lambda: tokenizer,
         key="sesame",
         tokens_max=64,
         clock=SystemClock(),
