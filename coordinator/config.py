@@ -200,6 +200,10 @@ class LearnerSection(Section):
     """Sequences per forward pass; bounds memory."""
     threads: Positive = 1
     """Torch threads; more than one fights with other processes on a small machine."""
+    parity_rows: Annotated[int, Field(ge=0)] = 0
+    """Of a batch, computed again with the weights that sampled them, to tell how far the engines'
+    log-probs are from the learner's; 0: none. Takes main memory for ⌈S/κ⌉ + 2 publish copies, and
+    on the device one float32 copy for the time of it."""
     checkpoint_every_steps: Positive = 50
     """Batches stay in the store until a checkpoint contains them."""
     checkpoints_kept: Positive = 2

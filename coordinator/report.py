@@ -25,7 +25,7 @@ CURVE_FIGURES: Final = ("reward", "age_mean", "age_max", "idle_s", "train_s", "e
 
 
 PARITY_FIGURES: Final = ("parity_tokens", "parity_mean", "parity_max", "parity_kl")
-"""Of the learner's metrics; a step without fresh samples has none."""
+"""Of the learner's metrics; not every step has them."""
 
 _ROW: Final = np.dtype(
     [
@@ -111,8 +111,7 @@ class Progress:
     def parity(self) -> dict[str, float] | None:
         """Return how far apart engines and learner were on the same weights, over the run.
 
-        Over the tokens that were sampled from the very weights that their step updated;
-        ``None``: there were none.
+        Over the tokens that the learner has computed again; ``None``: there were none.
         """
         rows = self._kept()
         rows = rows[rows["parity_tokens"] > 0]

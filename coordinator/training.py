@@ -382,7 +382,7 @@ class Trainer:
 
 def learner_setup(settings: Settings, model_dir: Path) -> LearnerSetup:
     """Return what a learner that begins from the model's folder needs."""
-    learner, warm = settings.learner, settings.learner.warm_start
+    learner, warm, rollouts = settings.learner, settings.learner.warm_start, settings.rollouts
     return LearnerSetup(
         model_dir=model_dir,
         task=settings.task.name,
@@ -400,6 +400,8 @@ def learner_setup(settings: Settings, model_dir: Path) -> LearnerSetup:
         correction_cap=learner.correction_cap,
         micro_batch=learner.micro_batch,
         threads=learner.threads,
+        parity_rows=learner.parity_rows,
+        parity_copies=-(-rollouts.staleness_budget // rollouts.kappa) + 2,
     )
 
 
@@ -418,7 +420,7 @@ def _batch(step: Step, groups: list[ScoredGroup]) -> TrainBatch:
                 turn.tokens,
                 turn.logprobs,
                 float(value),
-                fresh=age(learner_step=step, oldest_step=turn.oldest_step) == 0,
+                step=turn.oldest_step if turn.oldest_step == turn.newest_step else None,
             )
             for turn, value in zip(scored.group.turns, values, strict=True)
             if value != 0.0

@@ -55,6 +55,10 @@ class LearnerSetup:
     correction_cap: float = 2.0
     micro_batch: int = 256
     threads: int = 1
+    parity_rows: int = 0
+    """Of a batch, computed again with the weights that sampled them; 0: none."""
+    parity_copies: int = 0
+    """Publish copies that are kept for that."""
     checkpoint: Path | None = None
     """Folder to resume from; ``None`` starts from ``model_dir`` and does the warm start."""
 
@@ -85,9 +89,8 @@ class TrainSample:
     logprobs: NDArray[np.float32]
     """``[n] float32``: of the behaviour policy."""
     advantage: float
-    fresh: bool = False
-    """Sampled from the very weights that are to be updated: its log-probs should be the learner's
-    own, but for bf16 and another implementation."""
+    step: Step | None = None
+    """Of the weights that sampled it; ``None``: of several versions."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class StepReport:
     seconds: float
     metrics: Mapping[str, float]
     """``loss``, ``gradient_norm``, ``ratio_mean``, ``clipped_share``, ``kl_behaviour``, ...;
-    ``parity_mean``, ``parity_max`` and ``parity_kl`` only if there were fresh samples."""
+    ``parity_mean``, ``parity_max`` and ``parity_kl`` only if it has weights that sampled some."""
 
 
 @dataclass(frozen=True)

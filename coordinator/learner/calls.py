@@ -20,7 +20,7 @@ class SampleCall(msgspec.Struct, frozen=True):
     tokens: Array
     logprobs: Array
     advantage: float
-    fresh: bool
+    step: int | None
 
 
 class BatchCall(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ def to_batch_call(batch: TrainBatch) -> BatchCall:
                 from_tokens(sample.tokens),
                 from_logprobs(sample.logprobs),
                 float(sample.advantage),
-                sample.fresh,
+                sample.step,
             )
             for sample in batch.samples
         ],
@@ -98,7 +98,7 @@ def from_batch_call(call: BatchCall) -> TrainBatch:
                 to_tokens(sample.tokens),
                 to_logprobs(sample.logprobs),
                 sample.advantage,
-                sample.fresh,
+                None if sample.step is None else Step(sample.step),
             )
             for sample in call.samples
         ),

@@ -48,23 +48,6 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
-class ParitySums:
-    """How far the learner's log-probs are from the engine's where both had the same weights.
-
-    What is left is not staleness: another implementation, its dtype, and the rounding to bf16 that
-    the published weights went through. Sums over the tokens of fresh rows.
-    """
-
-    tokens: float
-    gap: float
-    """Of |log pi - log mu|."""
-    gap_max: float
-    kl: float
-    """Of r - 1 - log r, r = pi/mu: the k3 estimator of KL(mu, pi), unbiased and never negative
-    (Schulman 2020, "Approximating KL divergence")."""
-
-
-@dataclass(frozen=True)
 class LossSums:
     """One micro-batch's part of the loss and of the metrics; sums, to be added up."""
 
@@ -78,7 +61,6 @@ class LossSums:
     """Tokens whose ratio was clipped or truncated."""
     kl: float
     """Sum of the estimate r - 1 - log r of KL(mu, pi), r = pi/mu (Schulman's k3)."""
-    fresh: ParitySums
 
 
 def token_loss(
@@ -86,7 +68,6 @@ def token_loss(
     behaviour: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    fresh: Tensor,
     *,
     tokens_total: int,
     settings: LossSettings,
@@ -98,7 +79,6 @@ def token_loss(
         behaviour: ``[rows, n] float32``, of the weights that sampled; anything where masked.
         advantages: ``[rows] float32``.
         mask: ``[rows, n] bool``; False: padding.
-        fresh: ``[rows] bool``: sampled from the current weights; enters the metrics alone.
         tokens_total: Denominator: tokens of the whole batch, rows of zero advantage included.
         settings: See `LossSettings`.
     """
@@ -119,17 +99,4 @@ def token_loss(
         ratio=float(fixed[mask].sum()),
         bounded=float((bounded & mask).sum()),
         kl=float((fixed - 1.0 - gap.detach())[mask].sum()),
-        fresh=_parity(gap.detach()[mask & fresh[:, None]]),
-    )
-
-
-def _parity(gaps: Tensor) -> ParitySums:
-    """Return the sums over ``[tokens] float32`` of log pi - log mu."""
-    if not gaps.numel():
-        return ParitySums(0.0, 0.0, 0.0, 0.0)
-    return ParitySums(
-        tokens=float(gaps.numel()),
-        gap=float(gaps.abs().sum()),
-        gap_max=float(gaps.abs().max()),
-        kl=float((gaps.expm1() - gaps).double().sum()),
     )

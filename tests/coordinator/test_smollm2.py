@@ -72,7 +72,7 @@ def test_the_model_is_asked_scored_trained_and_published_sparsely(tmp_path):
     states = [memory.allocate(name, size) for name in ("before", "after")]
     learner.export(states[0].path)
     rows = [
-        TrainSample(each.prompt, answer, logprobs_of(learner, each.prompt, answer), value, True)
+        TrainSample(each.prompt, answer, logprobs_of(learner, each.prompt, answer), value, Step(0))
         for each, answer, value in zip(opened[:2], answers[:2], (1.0, -1.0), strict=True)
     ]
     report = learner.train(TrainBatch(Step(0), tuple(rows), sum(len(row.tokens) for row in rows)))

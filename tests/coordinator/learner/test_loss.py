@@ -43,10 +43,9 @@ def oracle(logprobs, behaviour, advantages, mask, total, how):
 
 def run(case, total, how):
     logprobs, behaviour, advantages, mask = (torch.tensor(array) for array in case)
-    fresh = torch.arange(len(mask)) % 2 == 0
     logprobs.requires_grad_()
     sums = token_loss(
-        logprobs, behaviour, advantages, mask, fresh, tokens_total=total, settings=how
+        logprobs, behaviour, advantages, mask, tokens_total=total, settings=how
     )  # fmt: skip
     sums.loss.backward()
     return sums, logprobs.grad.numpy()
@@ -65,29 +64,12 @@ def test_loss_gradient_and_metrics_equal_the_oracle(seed, correction, total):
     assert sums.kl == pytest.approx(kl)
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.integers(0, 10_000))
-def test_parity_is_of_the_fresh_rows_alone(seed):
-    logprobs, behaviour, _, mask = case = make_case(seed)
-    sums, _ = run(case, 9, make_settings())
-    gaps = [
-        logprobs[i, j] - behaviour[i, j]
-        for i, j in zip(*np.nonzero(mask), strict=True)
-        if i % 2 == 0
-    ]
-    assert sums.fresh.tokens == len(gaps)
-    assert sums.fresh.gap == pytest.approx(sum(map(abs, gaps)))
-    assert sums.fresh.gap_max == pytest.approx(max(map(abs, gaps)))
-    assert sums.fresh.kl == pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps))
-
-
 def test_the_gradient_of_the_clipped_loss_is_the_one_of_finite_differences():
     logprobs, behaviour, advantages, mask = (torch.tensor(array) for array in make_case(3))
 
     def loss(x):
-        fresh = mask.any(dim=1)
         return token_loss(
-            x, behaviour, advantages, mask, fresh, tokens_total=10, settings=make_settings()
+            x, behaviour, advantages, mask, tokens_total=10, settings=make_settings()
         ).loss  # fmt: skip
 
     assert torch.autograd.gradcheck(loss, logprobs.requires_grad_())
