@@ -83,6 +83,7 @@ class Api:
 
     Args:
         fail: Called when the disk refuses: the run must end. Without it that is a bug.
+        model_files: By name: what members may have of the model's folder.
         upload_bytes_max: Of one upload.
     """
 
@@ -99,9 +100,11 @@ class Api:
         stop: Callable[[], None],
         journal: Journal,
         fail: Callable[[StoreError], None] | None = None,
+        model_files: Mapping[str, bytes] | None = None,
         upload_bytes_max: int = HTTP_BODY_BYTES_MAX,
     ) -> None:
         self._fail = fail
+        self._model_files = model_files or {}
         self._upload_bytes_max = upload_bytes_max
         self._secrets = secrets
         self._state = state
@@ -127,6 +130,7 @@ class Api:
             Route("POST", "/upload", self._member(Upload, self.upload), large, self._admit_upload),
             Route("POST", "/leave", self._member(Leave, self.leave), small, who),
             Route("GET", "/chunk/{manifest}/{index}", self.chunk, 0),
+            Route("GET", "/model/{file}", self.model_file, 0),
             Route("GET", "/status", self.status, 0),
             Route("GET", "/metrics", self.metrics, 0),
             Route("GET", "/dashboard", self.dashboard, 0),
@@ -329,6 +333,16 @@ class Api:
         if data is None:
             return refusal(404, "no_such_chunk", "no such payload is kept, or no such chunk")
         return Response(200, bytes(data), content_type="application/octet-stream")
+
+    async def model_file(self, request: Request) -> Response:
+        """GET /model/{file}: configuration and tokenizer, for a peer that answers people."""
+        member = self._authenticate(request)
+        if isinstance(member, Response):
+            return member
+        data = self._model_files.get(request.query["file"])
+        if data is None:
+            return refusal(404, "no_such_file", "the model has no such file to give")
+        return Response(200, data, content_type="application/octet-stream")
 
     # --- the admin token ----------------------------------------------------------------------
 

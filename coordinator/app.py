@@ -7,7 +7,7 @@ Starting and resuming are one path: whatever the store holds is taken up, then t
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -20,8 +20,9 @@ from coordinator.api import Api, Secrets
 from coordinator.board import Board
 from coordinator.book import Book
 from coordinator.config import LOOPBACK_HOSTS, Settings
+from coordinator.held_out import HeldOut
 from coordinator.intake import Intake
-from coordinator.learner.base import Learner, LearnerSetup, Progress, WarmStart
+from coordinator.learner.base import Learner, Progress
 from coordinator.leases import LeaseDesk
 from coordinator.membership import MEMBERS_MAX, Membership
 from coordinator.publish import Publisher
@@ -29,7 +30,7 @@ from coordinator.roster import Roster
 from coordinator.run_state import RunState
 from coordinator.task_keeper import TaskKeeper
 from coordinator.task_port import TaskInfo, TaskSetup, TaskWorker
-from coordinator.training import Shelf, StepRecord, Trainer
+from coordinator.training import Shelf, StepRecord, Trainer, learner_setup
 from echo2p2p.errors import ConfigError, EchoError, EngineError, StoreError
 from echo2p2p.ids import SOURCE, Generation, Step
 from echo2p2p.limits import Fill
@@ -82,6 +83,8 @@ class CoordinatorPorts:
     model_dir: Path
     model_config: str
     """The model's ``config.json``."""
+    model_files: Mapping[str, bytes] = field(default_factory=dict)
+    """By name: what peers may have of the model's folder."""
     cores: int = 1
     """That this process may use."""
 
@@ -247,6 +250,13 @@ class CoordinatorApp:
             staleness_budget=settings.rollouts.staleness_budget,
             journal=ports.journal,
         )
+        self._held_out = HeldOut(
+            settings=settings,
+            tasks=self._tasks,
+            info=info,
+            book=self._book,
+            journal=ports.journal,
+        )
         self._publisher = Publisher(
             book=self._book,
             blobs=ports.blobs,
@@ -293,6 +303,7 @@ class CoordinatorApp:
                 queue=self._queue,
                 publisher=self._publisher,
                 fills=self.fills,
+                held_out=self._held_out.summary,
             )
             api = Api(
                 secrets=Secrets(
@@ -314,6 +325,7 @@ class CoordinatorApp:
                 stop=self.stop,
                 journal=ports.journal,
                 fail=self._fail,
+                model_files=ports.model_files,
                 upload_bytes_max=settings.rollouts.upload_bytes_max,
             )
             bind = Endpoint(server.host, server.port)
@@ -385,28 +397,9 @@ class CoordinatorApp:
 
     def _trainer(self) -> Trainer:
         settings, ports = self._settings, self._ports
-        learner, warm = settings.learner, settings.learner.warm_start
-        setup = LearnerSetup(
-            model_dir=ports.model_dir,
-            task=settings.task.name,
-            task_options=dict(settings.task.options),
-            seed=settings.run.seed,
-            warm_start=WarmStart(warm.steps, warm.batch, warm.learning_rate, warm.warmup_steps),
-            learning_rate=learner.learning_rate,
-            betas=learner.betas,
-            weight_decay=learner.weight_decay,
-            warmup_steps=learner.warmup_steps,
-            gradient_norm_max=learner.gradient_norm_max,
-            clip_low=learner.clip_low,
-            clip_high=learner.clip_high,
-            correction=learner.correction,
-            correction_cap=learner.correction_cap,
-            micro_batch=learner.micro_batch,
-            threads=learner.threads,
-        )
         return Trainer(
             settings=settings,
-            setup=setup,
+            setup=learner_setup(settings, ports.model_dir),
             make_learner=ports.make_learner,
             checkpoints=ports.shelf,
             memory=ports.memory,
@@ -415,6 +408,7 @@ class CoordinatorApp:
             intake=self._intake,
             queue=self._queue,
             publisher=self._publisher,
+            held_out=self._held_out,
             journal=ports.journal,
             record=self._record,
             on_rolled_back=self._on_rolled_back,

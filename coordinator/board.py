@@ -62,6 +62,7 @@ class Board:
         queue: Groups that wait for a step.
         publisher: Sizes.
         fills: How full everything is that has a bound.
+        held_out: Scores of items that are never trained on.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Board:
         queue: GroupQueue,
         publisher: WeightFigures,
         fills: Callable[[], Iterable[Fill]],
+        held_out: Callable[[], Mapping[str, object] | None],
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -86,6 +88,7 @@ class Board:
         self._queue = queue
         self._publisher = publisher
         self._fills = fills
+        self._held_out = held_out
         self._arrivals = Arrivals()
         self._phase: dict[str, object] = {"name": "starting"}
         self._making = trio.Lock()
@@ -121,6 +124,7 @@ class Board:
             "outcome": self._state.outcome,
             "run": self._state.run_id,
             **self.progress.summary(self._clock.time()),
+            "held_out": self._held_out(),
             "step": self._state.step,
             "generation": self._state.generation,
             "versions_published": 0 if latest is None else latest + 1,

@@ -11,7 +11,10 @@ from typing import Final
 from pydantic import BaseModel
 
 from coordinator.config import Settings
-from coordinator.model import TINY_QWEN3, prepare_model
+from coordinator.fetched import MODELS
+from coordinator.memory import memory_lines
+from coordinator.model import TINY_QWEN3, model_folder, prepare_model
+from echo2p2p.net.tokenizer import read_json
 from echo2p2p.tasks.registry import check_task
 
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
@@ -26,14 +29,38 @@ def check(settings: Settings) -> str:
         ConfigError: The task or the model cannot be what the settings say.
     """
     check_task(settings.task.name, settings.task.options)
-    if (spec := settings.model.path) != TINY_QWEN3:
-        prepare_model(spec, Path(spec).expanduser())  # anything else it only looks at
+    notes = [f"# {note}\n" for note in _notes(settings)]
     rollouts, server = settings.rollouts, settings.server
     resolved = {
         "rollouts": rollouts.model_copy(update={"publication_period": rollouts.kappa}),
         "server": server.model_copy(update={"tls": "on" if server.uses_tls else "off"}),
     }
-    return settings_toml(settings.model_copy(update=resolved))
+    space = "\n" if notes else ""
+    return "".join(notes) + space + settings_toml(settings.model_copy(update=resolved))
+
+
+def _notes(settings: Settings) -> Iterator[str]:
+    """Yield what a reader should know beside the settings: how much memory, what to fetch first.
+
+    Raises:
+        ConfigError: There is no such model, and no command that would bring it.
+    """
+    spec, rollouts = settings.model.path, settings.rollouts
+    if spec == TINY_QWEN3:
+        return
+    folder = model_folder(spec, Path(settings.run.folder).expanduser())
+    config = read_json(folder / "config.json")
+    if not config and spec in MODELS:
+        yield f"model.path: {spec} is not in {folder} yet; run: echo2-coordinator fetch {spec}"
+        config = dict(MODELS[spec].shape)
+    else:
+        prepare_model(spec, folder)  # anything that is not made on the spot it only looks at
+    yield from memory_lines(
+        config,
+        micro_batch=settings.learner.micro_batch,
+        tokens_max=rollouts.tokens_max,
+        samples=rollouts.samples_per_prompt,
+    )
 
 
 def settings_toml(settings: BaseModel) -> str:

@@ -11,7 +11,7 @@ from typing import Final, TextIO
 
 import trio
 
-from coordinator import status_command
+from coordinator import fetch_command, status_command
 from coordinator.access import JOIN_FILE, write_access
 from coordinator.app import CoordinatorApp, CoordinatorPorts, Opened, StepView
 from coordinator.check_command import check
@@ -35,6 +35,7 @@ usage: echo2-coordinator COMMAND [options]
 commands:
   run     run a training run, or go on with one whose folder exists
           (--config FILE, --section.key value; run --help lists all settings)
+  fetch   fetch a model that model.path can name (@smollm2)
   check   print the settings as a run would use them, or what is wrong with them
   status  show what a running run says of itself (a run folder, or URL and admin token)
 
@@ -62,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         if command == "check":
             print(check(_settings(command, words[1:], "")), end="")
             return OK
+        if command == "fetch":
+            return fetch_command.fetch(fetch_command.parse(words[1:]))
         if command == "status":
             arguments = status_command.parse(words[1:])
             return run_program(lambda: status_command.status(arguments))

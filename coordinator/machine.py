@@ -6,17 +6,18 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from coordinator.app import CoordinatorPorts
 from coordinator.config import Settings
 from coordinator.learner.client import TorchLearnerProcess
-from coordinator.model import prepare_model
+from coordinator.model import model_folder, prepare_model
 from coordinator.schema import MIGRATIONS
 from coordinator.task_client import TaskWorkerProcess
 from echo2p2p.errors import StoreError
+from echo2p2p.limits import MODEL_FILE_BYTES_MAX
 from echo2p2p.net.aio import AioHttpServer, HttpLimits, open_aio
 from echo2p2p.net.blobs import FileBlobs
 from echo2p2p.net.disk_errors import guard_disk, make_folders
@@ -26,6 +27,7 @@ from echo2p2p.net.ports import Journal
 from echo2p2p.net.store import SqliteStore
 from echo2p2p.net.system import SystemClock, SystemEntropy, ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.net.tokenizer import MODEL_FILES
 
 CONNECTIONS_LIMITED: Final = "http.connections_limited"
 OFFLOAD_THREADS: Final = 3
@@ -74,7 +76,7 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
     names = ("payloads", "checkpoints", "logs", "memory")
     make_folders("run.folder", folder, *(folder / name for name in names))
     spec = settings.model.path
-    model_dir = folder / "model" if spec.startswith("@") else Path(spec).expanduser()
+    model_dir = model_folder(spec, folder)
     prepare_model(spec, model_dir)
     logs = folder / "logs"
     wanted = HttpLimits.connections_max
@@ -105,9 +107,21 @@ async def open_machine(settings: Settings, journal: Journal) -> AsyncIterator[Co
                 log_file=logs / "task_worker.log",
             ),
             model_dir=model_dir,
+            model_files=model_files(model_dir),
             model_config=(model_dir / "config.json").read_text(encoding="utf-8"),
             cores=len(os.sched_getaffinity(0)),
         )
+
+
+def model_files(folder: Path) -> dict[str, bytes]:
+    """Return what peers may have of the model's folder, as it is now; too long files are not."""
+    found = {}
+    for name in MODEL_FILES:
+        with suppress(OSError):
+            file = folder / name
+            if file.stat().st_size <= MODEL_FILE_BYTES_MAX:
+                found[name] = file.read_bytes()
+    return found
 
 
 def export_trained(run_folder: Path) -> Path | None:

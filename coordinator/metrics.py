@@ -27,6 +27,9 @@ _GAUGES: Final[Sequence[tuple[str, str, _Path]]] = (
     ("age_steps_recent", "Mean age of what the newest ten steps consumed", ("age_recent",)),
     ("age_steps_max", "Largest age consumed in the run", ("age_steps", "max")),
     ("learner_idle_ratio", "Share of time the learner waited", ("learner_idle_share",)),
+    ("parity_mean", "Mean |log-prob of engine less learner's|, same weights", ("parity", "mean")),
+    ("parity_max", "Largest of these", ("parity", "max")),
+    ("parity_kl", "KL of engine to learner on the same weights, k3", ("parity", "kl")),
     ("steps_per_second", "Speed of the newest ten steps", ("steps_per_s",)),
     ("engine_tokens_per_second", "Sum over live peers", ("tokens_per_s",)),
     ("queue_groups", "Scored groups that wait for a step", ("queue", "groups")),
@@ -139,5 +142,5 @@ def _peers(all_peers: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
 def _at(status: Mapping[str, Any], path: _Path) -> float | None:
     value: Any = status
     for key in path:
-        value = value[key]
+        value = None if value is None else value[key]  # a part that there is not yet
     return None if value is None else float(value)

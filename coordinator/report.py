@@ -24,15 +24,19 @@ CURVE_POINTS: Final = 240
 CURVE_FIGURES: Final = ("reward", "age_mean", "age_max", "idle_s", "train_s", "elapsed_s")
 
 
+PARITY_FIGURES: Final = ("parity_tokens", "parity_mean", "parity_max", "parity_kl")
+"""Of the learner's metrics; not every step has them."""
+
 _ROW: Final = np.dtype(
     [
         ("step", "i8"),
         *((name, "f8") for name in CURVE_FIGURES),
+        *((name, "f8") for name in PARITY_FIGURES),
         ("first_version_sum", "f8"),
         ("first_version_count", "f8"),
     ]
 )
-"""What is kept of one step in memory: 72 bytes. The store has the whole record."""
+"""What is kept of one step in memory: 104 bytes. The store has the whole record."""
 
 _Rows = NDArray[np.void]
 
@@ -59,7 +63,9 @@ class Progress:
             more[: len(self._rows)] = self._rows
             self._rows = more
         figures = (getattr(record, name) for name in CURVE_FIGURES)
-        self._rows[record.step - 1] = (record.step, *figures, *record.first_version_rewards)
+        parity = (record.metrics.get(name, 0.0) for name in PARITY_FIGURES)
+        row = (record.step, *figures, *parity, *record.first_version_rewards)
+        self._rows[record.step - 1] = row
         self._end = max(self._end, record.step)
 
     def roll_back(self, step: int) -> None:
@@ -102,6 +108,24 @@ class Progress:
         elapsed_s = float(newest["elapsed_s"].sum())
         return len(newest) / elapsed_s if elapsed_s else None
 
+    def parity(self) -> dict[str, float] | None:
+        """Return how far apart engines and learner were on the same weights, over the run.
+
+        Over the tokens that the learner has computed again; ``None``: there were none.
+        """
+        rows = self._kept()
+        rows = rows[rows["parity_tokens"] > 0]
+        if not len(rows):
+            return None
+        weights = rows["parity_tokens"]
+        return {
+            "steps": len(rows),
+            "tokens": int(weights.sum()),
+            "mean": float(np.average(rows["parity_mean"], weights=weights)),
+            "max": float(rows["parity_max"].max()),
+            "kl": float(np.average(rows["parity_kl"], weights=weights)),
+        }
+
     def curve(self, points_max: int = CURVE_POINTS) -> dict[str, list[float]]:
         """Return the course of the run: ``step`` and each of `CURVE_FIGURES`, aligned.
 
@@ -133,6 +157,7 @@ class Progress:
                 "mean": _mean(rows["age_mean"]),
                 "max": int(rows["age_max"].max()) if len(rows) else 0,
             },
+            "parity": self.parity(),
         }
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from coordinator.model import FolderTokenizer
 from coordinator.task_calls import (
     EpisodeCall,
     OpenedReply,
@@ -25,6 +24,7 @@ from coordinator.task_port import TaskInfo
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.net import child_worker
 from echo2p2p.net.child_worker import Method, Report, Stopwatch
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.registry import make_task
 
 ArgumentT = TypeVar("ArgumentT")

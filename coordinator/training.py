@@ -21,8 +21,16 @@ import trio
 
 from coordinator.book import Book
 from coordinator.config import Settings
+from coordinator.held_out import HeldOut
 from coordinator.intake import Intake
-from coordinator.learner.base import Learner, LearnerSetup, Progress, TrainBatch, TrainSample
+from coordinator.learner.base import (
+    Learner,
+    LearnerSetup,
+    Progress,
+    TrainBatch,
+    TrainSample,
+    WarmStart,
+)
 from coordinator.publish import Publisher
 from coordinator.run_state import RunState
 from echo2p2p.errors import ChildError, StoreError
@@ -97,6 +105,7 @@ class Trainer:
         checkpoints: Names, finds and prunes checkpoints.
         make_learner: Called for each life of the learner.
         record: Called with each step, for metrics.
+        held_out: Measures, before the first step and after the last.
         on_layout: Called once a process, when the first learner has told its layout: rebuilds
             what the store knows.
         on_rolled_back: Called with the step to which a restart has brought the run.
@@ -116,6 +125,7 @@ class Trainer:
         intake: Intake,
         queue: GroupQueue,
         publisher: Publisher,
+        held_out: HeldOut,
         journal: Journal,
         record: Callable[[StepRecord], None],
         on_layout: Callable[[LayoutTable], Awaitable[None]],
@@ -132,6 +142,7 @@ class Trainer:
         self._intake = intake
         self._queue = queue
         self._publisher = publisher
+        self._held_out = held_out
         self._journal = journal
         self._record = record
         self._on_layout = on_layout
@@ -194,6 +205,7 @@ class Trainer:
     async def _live(self, learner: Learner) -> None:
         """One life of a learner, from start to the last step."""
         await self._start(learner)
+        await self._held_out.before(learner, self._state.step)
         lost: ChildError | None = None
         async with trio.open_nursery() as nursery:
             self._state.leasing = True
@@ -208,6 +220,8 @@ class Trainer:
                 async with self._publishing:
                     pass  # the last weights are published even if they fell due meanwhile
                 await self._publish_if_due(learner, nursery)
+                self._state.leasing = False
+                await self._held_out.after(learner, self._state.step)
             except ChildError as error:
                 lost = error  # a publication under way still ends well
             self._state.leasing = False
@@ -366,6 +380,31 @@ class Trainer:
         self._journal.event(CHECKPOINT_SAVED, step=step)
 
 
+def learner_setup(settings: Settings, model_dir: Path) -> LearnerSetup:
+    """Return what a learner that begins from the model's folder needs."""
+    learner, warm, rollouts = settings.learner, settings.learner.warm_start, settings.rollouts
+    return LearnerSetup(
+        model_dir=model_dir,
+        task=settings.task.name,
+        task_options=dict(settings.task.options),
+        seed=settings.run.seed,
+        warm_start=WarmStart(warm.steps, warm.batch, warm.learning_rate, warm.warmup_steps),
+        learning_rate=learner.learning_rate,
+        betas=learner.betas,
+        weight_decay=learner.weight_decay,
+        warmup_steps=learner.warmup_steps,
+        gradient_norm_max=learner.gradient_norm_max,
+        clip_low=learner.clip_low,
+        clip_high=learner.clip_high,
+        correction=learner.correction,
+        correction_cap=learner.correction_cap,
+        micro_batch=learner.micro_batch,
+        threads=learner.threads,
+        parity_rows=learner.parity_rows,
+        parity_copies=-(-rollouts.staleness_budget // rollouts.kappa) + 2,
+    )
+
+
 def _resumed(setup: LearnerSetup, checkpoint: Path) -> LearnerSetup:
     return replace(setup, checkpoint=checkpoint)
 
@@ -376,7 +415,13 @@ def _batch(step: Step, groups: list[ScoredGroup]) -> TrainBatch:
     for scored in groups:
         values = advantages(scored.rewards, scored.mask)
         rows.extend(
-            TrainSample(scored.group.prompt, turn.tokens, turn.logprobs, float(value))
+            TrainSample(
+                scored.group.prompt,
+                turn.tokens,
+                turn.logprobs,
+                float(value),
+                step=turn.oldest_step if turn.oldest_step == turn.newest_step else None,
+            )
             for turn, value in zip(scored.group.turns, values, strict=True)
             if value != 0.0
         )

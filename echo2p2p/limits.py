@@ -62,6 +62,9 @@ NEIGHBOURS_MAX: Final = 256
 UNVERIFIED_CHUNKS_MAX: Final = 64
 """Chunks kept while chunk 0, which holds their digests, is still under way."""
 
+MODEL_FILE_BYTES_MAX: Final = 32 * MIB
+"""A file of the model's folder that is no weights; the largest tokenizers have about 20 MB."""
+
 LEASES_PER_CALL_MAX: Final = 64
 """Leases handed out in one answer."""
 

@@ -7,7 +7,7 @@ version that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Final, Literal, TypeVar
@@ -42,6 +42,7 @@ from echo2p2p.net.shaping import (
     TrafficLog,
 )
 from echo2p2p.net.tls_streams import TlsStreams
+from echo2p2p.net.tokenizer import MODEL_FILES, FolderTokenizer
 from echo2p2p.net.trust import (
     NONCE_BYTES,
     JoinToken,
@@ -61,7 +62,7 @@ from echo2p2p.wire.messages import (
     LayoutTable,
 )
 from peer.config import PeerSettings
-from peer.coordinator_client import STARTING, BusyError, fetch_ca
+from peer.coordinator_client import STARTING, BusyError, CoordinatorClient, fetch_ca
 from peer.coordinator_client import join as send_join
 from peer.engine.base import CACHE_BYTES_CPU, Engine, EngineSetup, VllmSetup
 from peer.figures import PeerFigures, Tally
@@ -74,6 +75,7 @@ _T = TypeVar("_T")
 
 PEER_JOINED: Final = "peer.joined"
 JOIN_WAITS: Final = "join.waits"
+TOKENIZER_MISSING: Final = "tokenizer.missing"
 MEMBERSHIP_LOST: Final = "membership.lost"
 RUN_ENDED: Final = "run.ended"
 DATA_CAP_SPENT: Final = "data_cap.spent"
@@ -113,7 +115,10 @@ class PeerPorts:
     traffic_log: TrafficLog = field(default_factory=NoTrafficLog)
     """Used only where there is a daily cap."""
     make_http_server: Callable[[], HttpServer] | None = None
-    """For the peer's own metrics; ``None``: it serves none."""
+    """For the peer's own metrics, and its model; ``None``: it serves none."""
+    open_tokenizer: Callable[[Mapping[str, bytes] | None], FolderTokenizer] | None = None
+    """Reads the model's tokenizer, to serve it, from files that the run gave or from the
+    volunteer's own folder."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,8 @@ class PeerApp:
         self._keeper: EngineKeeper | None = None
         self._membership: Membership | None = None
         self._past = Tally()
+        self.tokenizer: FolderTokenizer | None = None
+        """Of the model, for those who talk to it."""
 
     def figures(self) -> PeerFigures:
         """Return how this peer stands now."""
@@ -151,6 +158,11 @@ class PeerApp:
             return self._membership.figures(self._past)
         resting = self._shaper is not None and self._shaper.stage() is Stage.SPENT
         return PeerFigures(state="resting" if resting else "joining", tally=self._past)
+
+    @property
+    def keeper(self) -> EngineKeeper | None:
+        """The engine's keeper; ``None`` before the first membership, and of a relay."""
+        return self._keeper
 
     def fills(self) -> Iterator[Fill]:
         """Yield how full everything is that has a bound; nothing between two memberships."""
@@ -347,10 +359,26 @@ class PeerApp:
                 self._membership = membership
                 try:
                     weights, keeper = self._parts(outer, reply)
+                    if settings.serve.address is not None and self.tokenizer is None:
+                        outer.start_soon(self._fetch_tokenizer, membership.client)
                     return await membership.run(weights, keeper)
                 finally:
                     self._past, self._membership = self._past.plus(membership.tally()), None
                     await membership.leave()
+
+    async def _fetch_tokenizer(self, client: CoordinatorClient) -> None:
+        """Bring the model's tokenizer; without one it is tried again in the next membership."""
+        ports, files = self._ports, {}
+        assert ports.open_tokenizer is not None
+        open_tokenizer = ports.open_tokenizer
+        try:
+            for name in MODEL_FILES:
+                data = await client.model_file(name)
+                if data is not None:
+                    files[name] = data
+            self.tokenizer = await ports.offload.run(lambda: open_tokenizer(files))
+        except EchoError as error:
+            ports.journal.event(TOKENIZER_MISSING, detail=str(error))
 
     def _parts(self, outer: trio.Nursery, reply: JoinReply) -> tuple[Weights, EngineKeeper | None]:
         """Return weights and engine, made once for the life of the process.

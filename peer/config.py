@@ -174,6 +174,22 @@ class MetricsSection(Section):
     none."""
 
 
+class ServeSection(Section):
+    """Letting programs talk to the model in training, by OpenAI's interface."""
+
+    address: str | None = None
+    """HOST:PORT for /v1/chat/completions and /v1/completions; ``--serve`` is short for
+    127.0.0.1:8000, ``--serve HOST:PORT`` for this. Default: not served."""
+    key: str | None = None
+    """What clients must send as their API key; needed where others can reach the address."""
+    tokens_max: Positive = 1024
+    """Longest answer, in tokens; what asks for more gets so many. It shares the engine with the
+    run's work."""
+    tokenizer: str | None = None
+    """Hugging Face folder with the model's tokenizer.json, chat template and config.json;
+    default: `model_dir`, or else what the run gives."""
+
+
 class PeerSettings(Section):
     """All settings of a peer."""
 
@@ -212,3 +228,5 @@ class PeerSettings(Section):
     """How this peer generates."""
     metrics: MetricsSection = MetricsSection()
     """What this peer tells its owner's monitoring."""
+    serve: ServeSection = ServeSection()
+    """Letting programs talk to the model in training, by OpenAI's interface."""

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 from echo2p2p.errors import HttpError, RefusedError, RemoteProtocolError
 from echo2p2p.ids import Incarnation, ManifestId, Version
+from echo2p2p.limits import MODEL_FILE_BYTES_MAX
 from echo2p2p.net.ports import HttpClient, Response
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import (
@@ -149,6 +150,19 @@ class CoordinatorClient:
         )
         if response.status != 200:
             checked(response, Left)
+        return response.body
+
+    async def model_file(self, name: str) -> bytes | None:
+        """Fetch a file of the model's folder; ``None``: it has none of this name."""
+        response = await self._http.request(
+            "GET", f"/model/{name}", headers=self._headers, timeout_s=UPLOAD_TIMEOUT_S
+        )
+        if response.status == 404:
+            return None
+        if response.status != 200:
+            checked(response, Left)
+        if len(response.body) > MODEL_FILE_BYTES_MAX:
+            raise HttpError(f"{name} has {len(response.body)} bytes; too many for such a file")
         return response.body
 
     async def _post(

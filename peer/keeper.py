@@ -115,6 +115,8 @@ class EngineKeeper:
         self._leases_max: int | None = None
         self.version: Version | None = None
         """Proved by the engine that is up now."""
+        self.digest: Digest | None = None
+        """Of `version`'s weights; means nothing without one."""
         self.failure: EngineError | ConfigError | None = None
         """Why the keeper has given up."""
         self.changed = trio.lowlevel.ParkingLot()
@@ -360,7 +362,7 @@ class EngineKeeper:
     def _note_proved(self, weights: WeightState, report: LoadReport) -> None:
         if self._first_proof_s is None:
             self._first_proof_s = trio.current_time()
-        self.version = weights.version
+        self.version, self.digest = weights.version, weights.digest
         self._journal.event(
             VERSION_LOADED,
             version=weights.version,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from echo2p2p.net.ports import Journal
 from echo2p2p.net.shaping import DayTraffic, receive_buffer_bytes
 from echo2p2p.net.system import SystemClock, SystemEntropy, ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
+from echo2p2p.net.tokenizer import MODEL_FILES, FolderTokenizer
 from echo2p2p.net.trust import PeerIdentity
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerPorts, limits_of
@@ -144,6 +146,35 @@ def model_reader(settings: PeerSettings) -> ReadModel | None:
     return partial(read_checkpoint, folder)
 
 
+def tokenizer_opener(
+    settings: PeerSettings,
+) -> Callable[[Mapping[str, bytes] | None], FolderTokenizer]:
+    """Return what reads the model's tokenizer: the run's files, or the volunteer's folder.
+
+    It raises:
+        ConfigError: They are no tokenizer.
+        StoreError: The disk refused.
+    """
+
+    def read(files: Mapping[str, bytes] | None) -> FolderTokenizer:
+        own = settings.serve.tokenizer or settings.model_dir
+        folder = Path(own or settings.folder).expanduser()
+        if files is not None:
+            folder = Path(settings.folder).expanduser() / "tokenizer"
+            with guard_disk(f"write {folder}"):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                for name in MODEL_FILES:
+                    if name in files:
+                        (folder / name).write_bytes(files[name])
+        try:
+            return FolderTokenizer(folder)
+        except ConfigError as error:
+            raise ConfigError("serve.tokenizer", error.detail) from error
+
+    return read
+
+
 class TrafficFile:
     """`TrafficLog` in a file of the peer's folder."""
 
@@ -218,6 +249,7 @@ async def open_machine(settings: PeerSettings, journal: Journal) -> AsyncIterato
             outbox=FileBlobs(folder / "outbox"),
             memory_free=free_memory_bytes,
             read_model=model_reader(settings),
+            open_tokenizer=tokenizer_opener(settings),
             traffic_log=TrafficFile(folder / "traffic.json"),
             make_http_server=lambda: AioHttpServer(aio, None, journal),
         )

@@ -76,7 +76,7 @@ class Membership:
         self._journal = journal
         self._heard_s = trio.current_time()
         self._plan = reply.plan
-        self._client = CoordinatorClient(
+        self.client = self._client = CoordinatorClient(
             http, reply.credential, Incarnation(reply.incarnation), self._heard
         )
         self._follower: Follower | None = None

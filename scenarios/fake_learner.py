@@ -7,13 +7,14 @@ clock. Failures are ordered in advance (`LearnerFaults`) or happen at once (``ki
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
 import numpy as np
 import trio
+from numpy.typing import NDArray
 
 from coordinator.learner.base import (
     Exported,
@@ -162,6 +163,14 @@ class FakeLearner:
         metrics = dict.fromkeys(("loss", "clipped_share", "kl_behaviour"), 0.0)
         metrics |= {"gradient_norm": 1.0, "ratio_mean": 1.0, "learning_rate": 0.0}
         return StepReport(step=Step(self._step), seconds=self._step_s, metrics=metrics)
+
+    async def answer(
+        self, prompts: Sequence[NDArray[np.uint32]], *, tokens_max: int, stop_ids: Sequence[int]
+    ) -> list[NDArray[np.uint32]]:
+        """See `Learner`: the prompt's own tokens, and an end if there is room for it."""
+        await self._life.spend(self._step_s)
+        whole = [np.append(prompt, np.uint32(stop_ids[0])) for prompt in prompts]
+        return [answer[:tokens_max] for answer in whole]
 
     async def export(self, state: SharedState, found: SharedState | None) -> Exported:
         """See `Learner`."""

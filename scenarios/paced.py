@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import trio
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from coordinator.app import CoordinatorPorts
@@ -89,6 +91,12 @@ class PacedLearner:
     async def export(self, state: SharedState, found: SharedState | None) -> Exported:
         """See `Learner`."""
         return await self._learner.export(state, found)
+
+    async def answer(
+        self, prompts: Sequence[NDArray[np.uint32]], *, tokens_max: int, stop_ids: Sequence[int]
+    ) -> list[NDArray[np.uint32]]:
+        """See `Learner`."""
+        return await self._learner.answer(prompts, tokens_max=tokens_max, stop_ids=stop_ids)
 
     async def save(self, folder: Path) -> Step:
         """See `Learner`."""

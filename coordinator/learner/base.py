@@ -7,7 +7,7 @@ Calls are made one at a time, except `close`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +55,10 @@ class LearnerSetup:
     correction_cap: float = 2.0
     micro_batch: int = 256
     threads: int = 1
+    parity_rows: int = 0
+    """Of a batch, computed again with the weights that sampled them; 0: none."""
+    parity_copies: int = 0
+    """Publish copies that are kept for that."""
     checkpoint: Path | None = None
     """Folder to resume from; ``None`` starts from ``model_dir`` and does the warm start."""
 
@@ -85,6 +89,8 @@ class TrainSample:
     logprobs: NDArray[np.float32]
     """``[n] float32``: of the behaviour policy."""
     advantage: float
+    step: Step | None = None
+    """Of the weights that sampled it; ``None``: of several versions."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,8 @@ class StepReport:
     """Steps after the update."""
     seconds: float
     metrics: Mapping[str, float]
-    """``loss``, ``gradient_norm``, ``ratio_mean``, ``clipped_share``, ``kl_behaviour``, ..."""
+    """``loss``, ``gradient_norm``, ``ratio_mean``, ``clipped_share``, ``kl_behaviour``, ...;
+    ``parity_mean``, ``parity_max`` and ``parity_kl`` only if it has weights that sampled some."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,21 @@ class Learner(Protocol):
 
         Raises:
             ChildError: The learner is gone; nothing is known of the step.
+        """
+        ...
+
+    async def answer(
+        self, prompts: Sequence[NDArray[np.uint32]], *, tokens_max: int, stop_ids: Sequence[int]
+    ) -> list[NDArray[np.uint32]]:
+        """Return the likeliest answer to each prompt, token by token, by the weights as they are.
+
+        Args:
+            prompts: ``[n] uint32`` each, not empty.
+            tokens_max: Of an answer.
+            stop_ids: Any of these ends an answer, and is its last token.
+
+        Raises:
+            ChildError: The learner is gone.
         """
         ...
 

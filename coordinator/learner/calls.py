@@ -20,6 +20,7 @@ class SampleCall(msgspec.Struct, frozen=True):
     tokens: Array
     logprobs: Array
     advantage: float
+    step: int | None
 
 
 class BatchCall(msgspec.Struct, frozen=True):
@@ -28,6 +29,14 @@ class BatchCall(msgspec.Struct, frozen=True):
     step: int
     samples: list[SampleCall]
     tokens_total: int
+
+
+class AnswerCall(msgspec.Struct, frozen=True):
+    """Arguments of `coordinator.learner.base.Learner.answer`; answered by a list of arrays."""
+
+    prompts: list[Array]
+    tokens_max: int
+    stop_ids: list[int]
 
 
 class ExportCall(msgspec.Struct, frozen=True):
@@ -71,6 +80,7 @@ def to_batch_call(batch: TrainBatch) -> BatchCall:
                 from_tokens(sample.tokens),
                 from_logprobs(sample.logprobs),
                 float(sample.advantage),
+                sample.step,
             )
             for sample in batch.samples
         ],
@@ -88,6 +98,7 @@ def from_batch_call(call: BatchCall) -> TrainBatch:
                 to_tokens(sample.tokens),
                 to_logprobs(sample.logprobs),
                 sample.advantage,
+                None if sample.step is None else Step(sample.step),
             )
             for sample in call.samples
         ),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from coordinator.learner.base import (
     Exported,
@@ -12,11 +16,19 @@ from coordinator.learner.base import (
     StepReport,
     TrainBatch,
 )
-from coordinator.learner.calls import ExportCall, ProgressReply, to_batch_call, to_setup_call
+from coordinator.learner.calls import (
+    AnswerCall,
+    ExportCall,
+    ProgressReply,
+    to_batch_call,
+    to_setup_call,
+)
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.ids import Step
 from echo2p2p.net.child import ChildProcess
 from echo2p2p.net.ports import SharedState
+from echo2p2p.wire.arrays import from_tokens, to_tokens
+from echo2p2p.wire.messages import Array
 
 
 class TorchLearnerProcess:
@@ -68,6 +80,16 @@ class TorchLearnerProcess:
         return await self.child.call(
             "train", to_batch_call(batch), StepReport, timeout_s=self._train_timeout_s
         )
+
+    async def answer(
+        self, prompts: Sequence[NDArray[np.uint32]], *, tokens_max: int, stop_ids: Sequence[int]
+    ) -> list[NDArray[np.uint32]]:
+        """Answer prompts; see the port."""
+        call = AnswerCall([from_tokens(prompt) for prompt in prompts], tokens_max, list(stop_ids))
+        answers = await self.child.call(
+            "answer", call, list[Array], timeout_s=self._train_timeout_s
+        )
+        return [to_tokens(answer) for answer in answers]
 
     async def export(self, state: SharedState, found: SharedState | None) -> Exported:
         """Write the publish copy; see the port."""

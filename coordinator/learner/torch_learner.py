@@ -10,18 +10,18 @@ and dropout would make it another one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from coordinator.learner.answers import answer
 from coordinator.learner.base import (
     Exported,
     LearnerReady,
@@ -34,15 +34,22 @@ from coordinator.learner.checkpoint import read_position, write_checkpoint
 from coordinator.learner.export import Exporter
 from coordinator.learner.layout import layout_of
 from coordinator.learner.loss import LossSettings, LossSums, token_loss
+from coordinator.learner.parity import Parity
+from coordinator.learner.rows import pack_rows
 from coordinator.learner.warm_start import warm_start
-from coordinator.model import FolderTokenizer
 from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.ids import Step
 from echo2p2p.net.child_worker import Stopwatch
+from echo2p2p.net.memory import map_state
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.registry import make_task
 
 SPARE_SHARE: Final = 0.1
 """Of a GPU's memory, left alone: a later batch may be longer than those so far."""
+
+ANSWER_ROWS: Final = 32
+"""So many times a step's micro-batch is answered at once: such rows keep their keys and values,
+about a fortieth of what a backward pass needs."""
 
 Report = Callable[[str, Mapping[str, float]], None]
 
@@ -72,6 +79,12 @@ class TorchLearner:
         report("built", {"parameters": float(self.model.num_parameters())})
         self._layout, tensors = layout_of(self.model)
         self._exporter = Exporter(self._layout, tensors, has_room=self._has_room)
+        self._parity = Parity(
+            self.model,
+            self._layout,
+            copies_max=setup.parity_copies,
+            rows_max=setup.parity_rows,
+        )
         if setup.checkpoint is None and setup.warm_start.steps:
             warm_start(
                 self.model,
@@ -120,6 +133,7 @@ class TorchLearner:
         rate = self._setup.learning_rate * min(
             1.0, (self._step + 1) / max(1, self._setup.warmup_steps)
         )
+        parity = self._parity.measure(batch.samples)
         if batch.samples:
             self._optimizer.zero_grad()
             rows = sorted(batch.samples, key=lambda sample: sample.prompt.size + sample.tokens.size)
@@ -135,7 +149,7 @@ class TorchLearner:
         return StepReport(
             step=Step(self._step),
             seconds=watch.seconds(),
-            metrics={**_metrics(parts), "gradient_norm": norm, "learning_rate": rate},
+            metrics={**_metrics(parts), **parity, "gradient_norm": norm, "learning_rate": rate},
         )
 
     def _forward(self, rows: Sequence[TrainSample], tokens_total: int) -> LossSums:
@@ -157,6 +171,18 @@ class TorchLearner:
             settings=self._loss,
         )
 
+    def answer(
+        self, prompts: Sequence[NDArray[np.uint32]], *, tokens_max: int, stop_ids: Sequence[int]
+    ) -> list[NDArray[np.uint32]]:
+        """Answer prompts greedily; see `coordinator.learner.answers`."""
+        return answer(
+            self.model,
+            prompts,
+            tokens_max=tokens_max,
+            stop_ids=stop_ids,
+            rows_max=ANSWER_ROWS * self._setup.micro_batch,
+        )
+
     def _apply(self, rate: float) -> float:
         """Clip the gradient, step the optimizer, return the norm before the clip."""
         norm = float(
@@ -173,6 +199,9 @@ class TorchLearner:
     def export(self, path: str, found_path: str = "") -> Exported:
         """Write the bf16 publish copy, and perhaps what changed; see `Exporter.write`."""
         found_bytes = self._exporter.write(path, found_path)
+        mapped = map_state(path, self._layout.total_bytes, writable=False)
+        self._parity.keep(self._step, torch.frombuffer(mapped, dtype=torch.uint8))
+        mapped.close()
         return Exported(Step(self._step), found_bytes)
 
     def _has_room(self) -> bool:
@@ -229,47 +258,6 @@ def _load(folder: Path) -> Any:  # noqa: ANN401 - transformers has no types here
         )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """Rows of one micro-batch as tensors.
-
-    The columns of ``behaviour`` and ``mask`` are the last ``width`` positions of ``ids``: from the
-    shortest prompt's end on.
-    """
-
-    ids: Tensor
-    """``[rows, length] int64``, right-padded with 0."""
-    behaviour: Tensor
-    """``[rows, width] float32``, 0 outside the mask."""
-    mask: Tensor
-    """``[rows, width] bool``: True where a generated token is."""
-    advantages: Tensor
-    """``[rows] float32``."""
-
-
-def pack_rows(rows: Sequence[TrainSample]) -> PackedRows:
-    """Return ``rows``, at least one, each with a prompt and an answer, right-padded."""
-    length = max(row.prompt.size + row.tokens.size for row in rows)
-    first = min(row.prompt.size for row in rows)
-    assert first > 0, "a prompt needs at least one token: the first is never predicted"
-    ids = np.zeros((len(rows), length), dtype=np.int64)
-    behaviour = np.zeros((len(rows), length - first), dtype=np.float32)
-    mask = np.zeros((len(rows), length - first), dtype=np.bool_)
-    for index, row in enumerate(rows):
-        start, end = row.prompt.size, row.prompt.size + row.tokens.size
-        ids[index, :start] = row.prompt
-        ids[index, start:end] = row.tokens
-        behaviour[index, start - first : end - first] = row.logprobs
-        mask[index, start - first : end - first] = True
-    advantages = np.asarray([row.advantage for row in rows], dtype=np.float32)
-    return PackedRows(
-        ids=torch.from_numpy(ids),
-        behaviour=torch.from_numpy(behaviour),
-        mask=torch.from_numpy(mask),
-        advantages=torch.from_numpy(advantages),
-    )
 
 
 def _metrics(parts: Sequence[LossSums]) -> dict[str, float]:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from coordinator.learner.base import WarmStart
-from coordinator.model import FolderTokenizer
 from echo2p2p.errors import ConfigError
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.base import Prompt, Task
 
 REPORT_STEPS: Final = 5

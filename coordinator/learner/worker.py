@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.learner.base import Exported, LearnerReady, StepReport
 from coordinator.learner.calls import (
+    AnswerCall,
     BatchCall,
     ExportCall,
     ProgressReply,
@@ -17,6 +18,8 @@ from coordinator.learner.calls import (
 from echo2p2p.errors import LocalProtocolError
 from echo2p2p.net import child_worker
 from echo2p2p.net.child_worker import Method, Report
+from echo2p2p.wire.arrays import from_tokens, to_tokens
+from echo2p2p.wire.messages import Array
 
 if TYPE_CHECKING:
     from coordinator.learner.torch_learner import TorchLearner
@@ -45,6 +48,14 @@ class Worker:
         """See `TorchLearner.train`."""
         return self._started().train(from_batch_call(call))
 
+    def answer(self, call: AnswerCall, _: Report) -> list[Array]:
+        """See `TorchLearner.answer`."""
+        prompts = [to_tokens(prompt) for prompt in call.prompts]
+        answers = self._started().answer(
+            prompts, tokens_max=call.tokens_max, stop_ids=call.stop_ids
+        )
+        return [from_tokens(answer) for answer in answers]
+
     def export(self, call: ExportCall, _: Report) -> Exported:
         """See `TorchLearner.export`."""
         return self._started().export(call.path, call.found_path)
@@ -68,6 +79,7 @@ def main() -> None:
         {
             "start": Method(dict[str, Any], worker.start, beats=True),
             "train": Method(BatchCall, worker.train),
+            "answer": Method(AnswerCall, worker.answer),
             "export": Method(ExportCall, worker.export),
             "save": Method(str, worker.save),
         },

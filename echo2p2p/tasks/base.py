@@ -9,7 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
+
+HELD_OUT_SEED: Final = 1 << 63
+"""Seeds from here to 2^64 are of held-out items, on which a run is measured and never trained."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,11 @@ class Task(Protocol):
     """Longest episode, in model answers."""
 
     def item(self, seed: int) -> Item:
-        """Return the item of this seed: same seed, same item, on any machine."""
+        """Return the item of this seed: same seed, same item, on any machine.
+
+        Seeds have 64 bits. Those from `HELD_OUT_SEED` on are for measuring: a task with few
+        different items should see to it that they are none of those below.
+        """
         ...
 
     def prompt(self, episode: Episode) -> Prompt | None:

@@ -14,6 +14,7 @@ from typing import Final
 
 from echo2p2p.errors import ConfigError
 from echo2p2p.tasks.base import Task
+from echo2p2p.tasks.reasoning import ReasoningGym, check_options
 from echo2p2p.tasks.sort_digits import SortDigits
 
 LENGTH_MAX: Final = 32
@@ -52,7 +53,10 @@ def check_task(name: str, options: Mapping[str, object]) -> None:
             "task.name",
             f"no task {name!r}; there are: {known}; your own is package.module:ClassName",
         )
-    maker(options)
+    if name == ReasoningGym.name:
+        check_options(options)  # to make one imports the package
+    else:
+        maker(options)
 
 
 def _load(name: str, options: Mapping[str, object]) -> Task:
@@ -113,5 +117,6 @@ def _whole_number(
 
 
 TASKS: Final[Mapping[str, Callable[[Mapping[str, object]], Task]]] = {
+    ReasoningGym.name: ReasoningGym,
     SortDigits.name: _sort_digits,
 }

@@ -86,6 +86,7 @@ class Front:
             status=self.status,
             stop=self.stop,
             journal=bench.journal,
+            model_files={"tokenizer.json": b"{}"},
         )
         self.router = routing.Router(self.api.routes())
 
@@ -594,7 +595,7 @@ async def test_who_leaves_is_gone(autojump_clock, front: Front) -> None:
     assert front.bench.state.members.live() == []
 
 
-async def test_chunks_are_served_as_they_are_and_others_are_not_found(
+async def test_chunks_and_tokenizers_are_served_as_they_are_and_others_are_not_found(
     autojump_clock, front: Front
 ) -> None:
     await front.join("p")
@@ -610,6 +611,10 @@ async def test_chunks_are_served_as_they_are_and_others_are_not_found(
         refused(await get(path), 404, "no_such_chunk")
     for path in ("xyz/0", f"{MANIFEST.hex()}/zero", f"{MANIFEST.hex()}/{'9' * 5000}"):
         refused(await get(path), 400, "malformed")
+    found = await front.ask("GET", "/model/tokenizer.json", secret=secret)
+    assert (found.status, found.body) == (200, b"{}")
+    refused(await front.ask("GET", "/model/config.json", secret=secret), 404, "no_such_file")
+    refused(await front.ask("GET", "/model/tokenizer.json", secret="x"), 401, "not_a_member")
 
 
 # --- the admin --------------------------------------------------------------------------------

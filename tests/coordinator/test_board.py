@@ -17,7 +17,7 @@ from scenarios.middle import ROLLOUTS, heartbeat, open_bench, right_answers
 SUMMARY_KEYS = {
     *("outcome", "run", "reward_version0", "reward_first", "reward_last", "steps", "wall_s"),
     *("learner_idle_share", "age_steps", "step", "generation", "versions_published"),
-    *("trajectories", "weights", "peers"),
+    *("trajectories", "weights", "peers", "held_out", "parity"),
 }
 
 
@@ -43,6 +43,7 @@ async def open_board():
                 queue=bench.queue,
                 publisher=Weights(),
                 fills=lambda: [Fill("members", 2, 9)],
+                held_out=lambda: None,
             ),
         )
 

@@ -4,6 +4,7 @@ import pytest
 import trio
 
 from coordinator.config import RolloutsSection, Settings
+from coordinator.held_out import HeldOut
 from coordinator.learner.base import LearnerSetup
 from coordinator.training import Trainer
 from echo2p2p.ids import Step, Version
@@ -60,8 +61,9 @@ async def test_a_publisher_that_stays_busy_never_locks_the_run_up(
         async def on_layout(table):
             publisher.layout = Layout.from_table(table)
 
+        settings = Settings.model_validate({"run": {"steps": STEPS}, "rollouts": rollouts})
         trainer = Trainer(
-            settings=Settings.model_validate({"run": {"steps": STEPS}, "rollouts": rollouts}),
+            settings=settings,
             setup=LearnerSetup(model_dir="model", task="sort_digits"),
             make_learner=lambda: FakeLearner(saved, step_s=1.0),
             checkpoints=MemoryShelf(saved),
@@ -71,6 +73,9 @@ async def test_a_publisher_that_stays_busy_never_locks_the_run_up(
             intake=bench.intake,
             queue=bench.queue,
             publisher=publisher,
+            held_out=HeldOut(
+                settings=settings, tasks=None, info=None, book=bench.book, journal=bench.journal
+            ),
             journal=bench.journal,
             record=lambda record: None,
             on_layout=on_layout,

@@ -15,6 +15,7 @@ STATUS = {
     "reward_recent": None,
     "age_recent": 1.5,
     "steps_per_s": 2.0,
+    "parity": None,
     "step": 7,
     "steps_target": 9,
     "generation": 1,

@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.model import (
-    CHARACTERS,
-    REPLACEMENT,
-    TINY_QWEN3,
-    FolderTokenizer,
-    prepare_model,
-)
+from coordinator.model import CHARACTERS, TINY_QWEN3, prepare_model
 from echo2p2p.errors import ConfigError
+from echo2p2p.net.tokenizer import REPLACEMENT, FolderTokenizer
 from echo2p2p.tasks.base import Message, Prompt
 
 
@@ -135,7 +130,7 @@ def test_a_broken_json_file_is_named(folder, tmp_path):
 @pytest.mark.slow
 def test_tokenizing_does_not_import_torch(folder):
     code = (
-        "import sys, pathlib, coordinator.model as m, coordinator.task_worker;"
+        "import sys, pathlib, echo2p2p.net.tokenizer as m, coordinator.task_worker;"
         f"m.FolderTokenizer(pathlib.Path({str(folder)!r})); print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True)

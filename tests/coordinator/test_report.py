@@ -1,6 +1,7 @@
 """Figures of a run, against sums by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,22 @@ def test_before_the_first_step_there_are_no_figures() -> None:
         "wall_s": 2.0,
         "learner_idle_share": 0.0,
         "age_steps": {"mean": None, "max": 0},
+        "parity": None,
+    }
+
+
+def test_parity_is_a_mean_over_tokens_and_a_maximum_over_steps() -> None:
+    progress = report.Progress(began_s=0.0)
+    for step, figures in enumerate([(30, 0.01, 0.2, 1e-4), None, (10, 0.05, 0.1, 5e-4)], 1):
+        names = ("parity_tokens", "parity_mean", "parity_max", "parity_kl")
+        more = {} if figures is None else dict(zip(names, map(float, figures), strict=True))
+        progress.add(replace(record(step), metrics={"loss": 0.25, **more}))
+    assert progress.parity() == {
+        "steps": 2,
+        "tokens": 40,
+        "mean": pytest.approx(0.02),
+        "max": pytest.approx(0.2),
+        "kl": pytest.approx(2e-4),
     }
 
 

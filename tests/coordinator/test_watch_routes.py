@@ -44,6 +44,7 @@ class Front:
             queue=bench.queue,
             publisher=Weights(),
             fills=lambda: (),
+            held_out=lambda: None,
         )
         api = Api(
             secrets=Secrets(

@@ -18,9 +18,10 @@ import pytest
 
 import coordinator.command
 import peer.command
+from coordinator import fetch_command, status_command
 from coordinator import metrics as run_metrics
-from coordinator import status_command
 from coordinator.config import Settings
+from coordinator.fetched import MODELS
 from coordinator.recorder import EVENTS_FOLDER
 from echo2p2p.cli import load_settings
 from echo2p2p.log import take_log_flags
@@ -74,7 +75,7 @@ def files(tmp_path_factory):
 
 
 def read_settings(kind, words, folder):
-    presets = {"@demo": ROOT / "coordinator" / "presets" / "demo.toml"}
+    presets = {f"@{file.stem}": file for file in coordinator.command.PRESETS.glob("*.toml")}
     words = [re.sub(r"^(?:/etc/echo2/)?(\w+\.toml)$", rf"{folder}/\1", word) for word in words]
     _, rest = take_log_flags(words)
     return load_settings(kind, rest, program="docs", presets=presets)
@@ -82,8 +83,10 @@ def read_settings(kind, words, folder):
 
 def check_coordinator(words, folder):
     match words:
-        case ["run" | "check" | "status", "--help"]:
+        case ["run" | "check" | "status" | "fetch", "--help"]:
             pass
+        case ["fetch", *options]:
+            assert fetch_command.parse(options).model in MODELS
         case ["run" | "check", *options]:
             read_settings(Settings, options, folder)
         case ["status", *options]:
@@ -265,6 +268,7 @@ def all_options():
     texts = (
         parser.getvalue(),
         said(coordinator.command.main, "run", "--help"),
+        said(coordinator.command.main, "fetch", "--help"),
         said(peer.command.main, "join", "--help"),
     )
     found = {option for text in texts for option in options_in(text)}

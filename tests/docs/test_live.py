@@ -119,8 +119,10 @@ def lab_commands(*start):
 def test_volunteers_join_with_the_commands_of_their_page(lab):
     joins = [command for command in commands(VOLUNTEER) if "--help" not in command]
     joins = [command for command in joins if command.startswith("echo2-peer join")]
+    joins = [command for command in joins if "--serve" not in command]  # wants a real engine
     assert len(joins) >= 6
     asked = [command for command in commands(VOLUNTEER) if command.startswith("curl")]
+    asked = [command for command in asked if "/v1/" not in command]  # tests/scenarios/test_serving
     for number, command in enumerate(joins):
         relay = command if "--engine" in command else f"{command} --engine.kind none"
         process = lab.begin(relay, home=f"home{number}")

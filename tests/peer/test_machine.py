@@ -2,11 +2,14 @@
 
 import pytest
 
+from coordinator.machine import model_files
+from coordinator.model import TINY_QWEN3, prepare_model
 from echo2p2p.cli import load_settings
 from echo2p2p.errors import ConfigError
-from peer.command import main
-from peer.config import EngineSection, PeerSettings
-from peer.machine import engine_kind, gpu_name
+from echo2p2p.tasks.base import Prompt
+from peer.command import full_words, main
+from peer.config import EngineSection, PeerSettings, ServeSection
+from peer.machine import engine_kind, gpu_name, tokenizer_opener
 
 ALL = {"torch", "transformers", "vllm"}
 GPU = "NVIDIA H200"
@@ -87,3 +90,36 @@ def test_options_of_vllm_come_from_the_command_line_and_from_a_file(tmp_path):
         "max_num_seqs": 64,
         "attention_backend": "FLASH",
     }
+
+
+def test_the_tokenizer_is_the_run_s_files_or_the_volunteer_s_folder(tmp_path):
+    source, peer = tmp_path / "model", tmp_path / "peer"
+    prepare_model(TINY_QWEN3, source)
+    (source / "weights.txt").write_text("none of a tokenizer's")
+    files = model_files(source)
+    assert set(files) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    peer.mkdir()
+    given = tokenizer_opener(PeerSettings(folder=str(peer)))(files | {"../escaped": b""})
+    own = tokenizer_opener(
+        PeerSettings(folder=str(peer), serve=ServeSection(tokenizer=str(source)))
+    )(None)
+    for tokenizer in (given, own):
+        assert tokenizer.encode(Prompt(text="4132=")) == [1, 8, 5, 7, 6, 17]
+    assert not (peer / "escaped").exists()
+    with pytest.raises(ConfigError, match=r"serve\.tokenizer: .* has no tokenizer\.json"):
+        tokenizer_opener(PeerSettings(folder=str(peer)))({})
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        (["--serve"], "127.0.0.1:8000"),
+        (["--serve", "--name", "x"], "127.0.0.1:8000"),
+        (["--serve", "127.0.0.1:9"], "127.0.0.1:9"),
+        (["--serve=127.0.0.1:9"], "127.0.0.1:9"),
+        ([], None),
+    ],
+)
+def test_serve_is_short_for_its_address(words, address):
+    found = load_settings(PeerSettings, full_words(words), program="test", presets={})
+    assert found.serve.address == address

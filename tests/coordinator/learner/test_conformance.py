@@ -93,6 +93,15 @@ async def test_a_learner_keeps_its_contract_until_it_is_killed(kind, tmp_path):
         assert step == 0
         assert any(bits)
 
+        prompts = [np.array([1, 8, 5], np.uint32), np.array([1, 8, 5, 7, 6, 17], np.uint32)]
+        answers = await first.answer(prompts, tokens_max=4, stop_ids=[2])
+        for answer in answers:
+            assert 1 <= answer.size <= 4
+            assert 2 not in answer[:-1]
+        again = await first.answer(prompts[::-1], tokens_max=4, stop_ids=[2])
+        assert [each.tolist() for each in again] == [each.tolist() for each in answers[::-1]]
+        assert await exported(first, state) == (0, bits), "to answer changes nothing"
+
         report = await first.train(make_batch(0))
         assert report.step == 1
         assert report.seconds >= 0

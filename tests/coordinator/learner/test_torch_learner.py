@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coordinator.learner import checkpoint
 from coordinator.learner.base import LearnerSetup, TrainBatch, TrainSample, WarmStart
 from coordinator.learner.layout import layout_of
-from coordinator.learner.torch_learner import TorchLearner, pack_rows
-from coordinator.model import TINY_QWEN3, FolderTokenizer, prepare_model
+from coordinator.learner.rows import pack_rows
+from coordinator.learner.torch_learner import TorchLearner
+from coordinator.model import TINY_QWEN3, prepare_model
 from echo2p2p.errors import ConfigError, LocalProtocolError, StoreError
 from echo2p2p.net.memory import FileMemory
+from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.base import Prompt
 from echo2p2p.weights.delta import encode_delta
 from echo2p2p.weights.found import FoundElsewhere, room_for
@@ -61,6 +64,91 @@ def assert_equal(first, second):
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+def test_answers_are_the_likeliest_tokens_one_after_the_other_whatever_stands_beside(folder):
+    learner = make_learner(folder, seed=3, micro_batch=2)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(4, 60, size).astype(np.uint32) for size in (5, 2, 9)]
+
+    def greedy(prompt, stop):
+        row = prompt.tolist()
+        for _ in range(6):
+            with torch.no_grad():
+                row.append(int(learner.model(torch.tensor([row])).logits[0, -1].argmax()))
+            if row[-1] == stop:
+                break
+        return row[prompt.size :]
+
+    stop = greedy(prompts[0], -1)[2]  # one that is met
+    wanted = [greedy(prompt, stop) for prompt in prompts]
+    found = learner.answer(prompts, tokens_max=6, stop_ids=[stop])
+    assert [answer.tolist() for answer in found] == wanted
+    assert len(wanted[0]) < 6
+
+
+def logprobs_of(learner, prompt, tokens):
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        found = learner.model(ids[:, :-1]).logits.log_softmax(-1)
+    at = len(prompt) - 1
+    return found[0, at:].gather(-1, ids[0, at + 1 :, None])[:, 0].numpy()
+
+
+def rounded(learner):
+    """Give the model the weights of its publish copy, which it has then by both ways."""
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+
+
+def test_parity_is_of_the_weights_that_sampled_whatever_the_learner_has_learnt_since(
+    folder, tmp_path
+):
+    learner = make_learner(folder, seed=3, parity_rows=2, parity_copies=2, learning_rate=1e-2)
+    state = FileMemory(tmp_path).allocate("state", learner.ready().layout.total_bytes)
+    rounded(learner)
+    learner.export(state.path)
+    prompts, tokens = ([5, 9], [7, 8, 9, 4]), ([30, 31, 32], [33, 34])
+    own = [logprobs_of(learner, *pair) for pair in zip(prompts, tokens, strict=True)]
+    off = [np.float32([0, 0.25, 0]), np.float32([0, 0])]
+
+    def rows(step):
+        return tuple(
+            TrainSample(np.uint32(prompt), np.uint32(said), mine + more, value, step)
+            for prompt, said, mine, more, value in zip(
+                prompts, tokens, own, off, (1.0, -1.0), strict=True
+            )
+        )
+
+    for step in range(3):  # the same rollouts, older by a step each time
+        metrics = learner.train(TrainBatch(step, rows(0), tokens_total=5)).metrics
+        assert metrics["parity_tokens"] == 5
+        assert metrics["parity_mean"] == pytest.approx(0.25 / 5, abs=1e-5)
+        assert metrics["parity_max"] == pytest.approx(0.25, abs=1e-5)
+        assert metrics["parity_kl"] == pytest.approx((np.exp(-0.25) - 1 + 0.25) / 5, abs=1e-5)
+    assert abs(logprobs_of(learner, prompts[0], tokens[0]) - own[0]).max() > 0.05, "it has learnt"
+    for step in (3, 4):
+        learner.export(state.path)  # the third copy drives out the first
+        metrics = learner.train(TrainBatch(step, rows(0), tokens_total=5)).metrics
+        assert ("parity_mean" in metrics) == (step == 3)
+    metrics = learner.train(TrainBatch(5, rows(None), tokens_total=5)).metrics
+    assert "parity_mean" not in metrics, "of several versions"
+    state.close()
+
+
+def test_rows_that_are_computed_again_are_bounded_and_none_by_default(folder, tmp_path):
+    for limit in (0, 3):
+        learner = make_learner(folder, seed=3, parity_rows=limit, parity_copies=2)
+        state = FileMemory(tmp_path).allocate("state", learner.ready().layout.total_bytes)
+        learner.export(state.path)
+        batch = make_batch(0, rows=8)
+        samples = tuple(replace(sample, step=0) for sample in batch.samples)
+        metrics = learner.train(replace(batch, samples=samples)).metrics
+        allowed = sum(sorted(sample.tokens.size for sample in samples)[-limit:]) if limit else 0
+        assert ("parity_tokens" in metrics) == bool(limit)
+        assert metrics.get("parity_tokens", 0.0) <= allowed
+        state.close()
 
 
 def test_rows_of_different_lengths_are_aligned_with_what_predicts_them():
