@@ -43,12 +43,14 @@ BRIDGE: Final = "br0"
 ASIDE: Final = "br1"
 """Whoever is on it reaches only others there."""
 PORT: Final = "e0"
-BURST_S: Final = 0.02
-"""What a bucket holds, in time of its rate. More would carry small payloads for nothing: 64 kB are
-half a second of a line of 1 Mbit/s, which then looks twice as fast as it is."""
-BURST_BYTES_MIN: Final = 8_000
-BURST_BYTES_MAX: Final = 65_536
-"""Less is inexact: at 20 Mbit/s a timer's tick is worth 10 kB."""
+BURST_BYTES: Final = 65_536
+"""What a bucket holds. Less is inexact (at 20 Mbit/s a timer's tick is worth 10 kB) and wakes the
+receivers twice as often: with 50 kB at 20 Mbit/s relays took double the CPU, and 8 % longer."""
+SLOW_MBIT: Final = 10.0
+SLOW_BURST_S: Final = 0.02
+SLOW_BURST_BYTES_MIN: Final = 8_000
+"""Slower lines than that hold what they carry in such a time: 64 kB are half a second at 1 Mbit/s,
+which would then carry small payloads for nothing."""
 QUEUE_BYTES: Final = 1_000_000
 TOTAL_MBIT_MAX: Final = 800.0
 """Of all uplinks: what two cores forward with packets of 1,500 bytes."""
@@ -154,8 +156,9 @@ def machine_batch(index: int) -> str:
 
 def shaping(device: str, mbit: float, verb: str = "add") -> str:
     """Return what `tc` is told of one port; ``verb`` is ``change`` if it was told before."""
-    held = int(mbit * BYTES_PER_MBIT * BURST_S)
-    burst_bytes = max(BURST_BYTES_MIN, min(BURST_BYTES_MAX, held))
+    burst_bytes = BURST_BYTES
+    if mbit < SLOW_MBIT:
+        burst_bytes = max(SLOW_BURST_BYTES_MIN, int(mbit * BYTES_PER_MBIT * SLOW_BURST_S))
     bucket = f"tbf rate {mbit:g}mbit burst {burst_bytes} limit {QUEUE_BYTES}"
     return f"qdisc {verb} dev {device} root handle 1: {bucket}"
 
