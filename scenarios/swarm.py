@@ -69,6 +69,10 @@ def draw_tables(rng: random.Random) -> Drawn:
     # Last, so that a seed's story is otherwise what it was before there were models of other sizes.
     story["world"]["model_ballast"] = rng.choice([0, 0, 0, 300_000])
     story["world"]["learner_changed_share"] = rng.choice([0.001, 0.02, 0.02, 0.2])
+    if story["world"]["model_ballast"]:
+        # Dense versions of the larger model each second, to 20 peers: 20 s of numpy.
+        changed = story["world"]["learner_changed_share"]
+        story["world"]["learner_changed_share"] = min(changed, 0.02)
     if any(fault["fault"] == "depart" for fault in story["nemesis"]):
         # Departures are for good, and draws may add up to all: then nobody could go on.
         groups.append(_draw_group(rng, 0) | {"name": "late", "count": 1, "joins_s": heal_s})
