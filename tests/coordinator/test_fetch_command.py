@@ -74,6 +74,16 @@ def test_a_model_that_is_there_is_not_fetched_again(capsys):
     assert fetched(capsys, "@smollm2")[:2] == (0, f"@smollm2 is in {folder} already\n")
 
 
+def test_a_folder_of_something_else_is_never_replaced(capsys, tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    code, _, err = fetched(capsys, "@smollm2", "--into", mine)
+    assert (code, "choose another folder" in err) == (2, True)
+    assert fetched(capsys, "@smollm2", "--into", mine / "thesis.txt")[0] == 2
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
 def test_a_run_looks_where_fetch_puts_it_and_says_what_to_do(capsys, tmp_path):
     assert model_folder("@smollm2", tmp_path) == cache_folder("@smollm2")
     assert model_folder("@tiny-qwen3", tmp_path) == tmp_path / "model"
