@@ -422,7 +422,7 @@ class Dealer:
             self._settle(index, deal)
             self._tried.setdefault(index, set()).add(deal.relay)
             if not deal.spread:
-                self._rates.in_vain(deal.relay)
+                self._rates.in_vain(deal.relay, deal.dealt_s, now)
                 self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
                 self._undealt.appendleft(index)
                 self.redealt += 1

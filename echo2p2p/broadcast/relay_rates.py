@@ -44,6 +44,8 @@ class RelayRates:
         self._leaving_s_per_byte = math.inf
         self._next_try_s: dict[PeerId, float] = {}
         self._in_vain: Counter[PeerId] = Counter()
+        self._failed_s: dict[PeerId, float] = {}
+        """When its last try failed."""
         self.allowed: Mapping[PeerId, float] = {}
         """What its owner lets a relay send, bytes per second, where that is known."""
 
@@ -56,6 +58,7 @@ class RelayRates:
         self._rates.pop(relay, None)
         self._next_try_s.pop(relay, None)
         self._in_vain.pop(relay, None)
+        self._failed_s.pop(relay, None)
 
     def left(self, took_s: float, chunk_bytes: int) -> None:
         """A deal took so long to leave."""
@@ -78,9 +81,15 @@ class RelayRates:
         """Somebody has a chunk that it was dealt."""
         self._in_vain[relay] = 0
 
-    def in_vain(self, relay: PeerId) -> None:
-        """Nobody has a chunk that it was dealt."""
-        self._in_vain[relay] += 1
+    def in_vain(self, relay: PeerId, dealt_s: float, now: float) -> None:
+        """Nobody has a chunk that it was dealt at ``dealt_s``.
+
+        All that were under way when a try failed are one try: a line that breaks down takes several
+        with it, and would be left alone for a minute after it has recovered.
+        """
+        if dealt_s >= self._failed_s.get(relay, -math.inf):
+            self._in_vain[relay] += 1
+            self._failed_s[relay] = now
 
     def mean(self) -> float | None:
         """Return the mean of the measured, bytes per second; ``None`` before the first."""

@@ -390,16 +390,20 @@ def test_where_all_chunks_take_long_to_spread_none_is_dealt_again_after_a_second
 def test_a_relay_that_passes_nothing_on_is_tried_ever_less_also_over_many_small_payloads():
     rates, (a, b, c) = RelayRates(), RELAYS
     tried, now, quick = [], 0.0, {b, c}
+    for relay in quick:
+        rates.of(relay).penalise(2_000_000.0)
     for _ in range(200):
         dealer = Dealer(2, CHUNK, rates, push=True, backlog_max_s=1.5)
         known = {relay: ChunkSet(2) for relay in RELAYS}
         for relay in RELAYS:
             dealer.relay_joined(relay)
+        for relay in quick:
+            rates.of(relay).at_least(1_000_000.0)  # whatever so few bytes would tell
         relay, index = dealer.deal(RELAYS, known, None, now)
         dealer.sent(relay, index, now)
         if relay == a:
             tried.append(now)
-            dealer.on_time(now + 1000.0)
+            dealer.on_time(now + 1.9)
             assert dealer.redealt == 1
         else:
             for peer in quick - {relay}:
