@@ -76,6 +76,8 @@ def draw_tables(rng: random.Random) -> Drawn:
     if any(fault["fault"] == "depart" for fault in story["nemesis"]):
         # Departures are for good, and draws may add up to all: then nobody could go on.
         groups.append(_draw_group(rng, 0) | {"name": "late", "count": 1, "joins_s": heal_s})
+        if sum(group["count"] for group in groups) > PEERS_MAX:
+            max(groups, key=lambda group: group["count"])["count"] -= 1
     return story
 
 
