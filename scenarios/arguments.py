@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 
 def positive(text: str) -> int:
@@ -31,3 +32,30 @@ def positive_time(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time above 0")
     return value
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Return what reads a whole number from ``low``, not negative, to ``high``."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.isdecimal() else -1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {low} to {high}")
+        return value
+
+    return read
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    """Return what reads a number from ``low`` to ``high``."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not between {low:,} and {high:,}")
+        return value
+
+    return read

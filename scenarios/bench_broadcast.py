@@ -34,6 +34,7 @@ from scenarios import (
     namespaces,
     pictures,
 )
+from scenarios.arguments import between, whole
 from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import KINDS, plan_lines
 from scenarios.broadcast_rows import MB, Case, table
@@ -50,12 +51,20 @@ PAYLOAD_MB_MAX: Final = 250
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what this benchmark understands, beside ``--json``."""
     parser.add_argument(
-        "--peers", type=_count, nargs="+", default=[8], help="how many, one or several numbers"
+        "--peers",
+        type=whole(1, PEERS_MAX),
+        nargs="+",
+        default=[8],
+        help="how many, one or several numbers",
     )
     parser.add_argument("--links", choices=KINDS, default="homogeneous", help="the peers' lines")
-    parser.add_argument("--rtt-ms", type=_amount, default=0.0, help="round trip")
-    parser.add_argument("--payload-mb", type=_megabytes, default=20.0, help="of 1,000,000 bytes")
-    parser.add_argument("--runs", type=_count, default=1, help="the median counts (default: 1)")
+    parser.add_argument("--rtt-ms", type=between(0, 10_000), default=0.0, help="round trip")
+    parser.add_argument(
+        "--payload-mb", type=between(0.1, PAYLOAD_MB_MAX), default=20.0, help="of 1,000,000 bytes"
+    )
+    parser.add_argument(
+        "--runs", type=whole(1, PEERS_MAX), default=1, help="the median counts (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of keys, payload and choices")
     parser.add_argument(
         "--systems", choices=(*OURS, *OTHERS), nargs="+", help="only these (default: all)"
@@ -155,27 +164,3 @@ async def in_namespaces(work: broadcast_lab.Work) -> list[dict[str, object]]:
         "scenarios.broadcast_lab", msgspec.json.encode(work).decode()
     )
     return [msgspec.json.decode(line, type=dict[str, object]) for line in printed.splitlines()]
-
-
-def _count(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if not 1 <= value <= PEERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {PEERS_MAX}")
-    return value
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-    if not 0 <= value <= 10_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 10,000")
-    return value
-
-
-def _megabytes(text: str) -> float:
-    value = _amount(text)
-    if not 0.1 <= value <= PAYLOAD_MB_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and {PAYLOAD_MB_MAX}")
-    return value

@@ -24,6 +24,7 @@ import trio
 
 from echo2p2p.errors import ConfigError
 from scenarios import bench_broadcast, bench_report, broadcast_virtual, pictures
+from scenarios.arguments import between, whole
 from scenarios.broadcast_lab import Work
 from scenarios.broadcast_rows import MB, Case
 from scenarios.cells import Cells
@@ -50,20 +51,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where each cell is kept; started again it goes on (default: runs/broadcast)",
     )
     parser.add_argument(
-        "--peers", type=_peers, nargs="+", default=list(PEERS), help="as processes; 0: none"
+        "--peers",
+        type=whole(0, PEERS_MAX),
+        nargs="+",
+        default=list(PEERS),
+        help="as processes; 0: none",
     )
     parser.add_argument(
         "--virtual-peers",
-        type=_peers,
+        type=whole(0, PEERS_MAX),
         nargs="+",
         default=list(VIRTUAL_PEERS),
         help="in virtual time; 0: none",
     )
     parser.add_argument(
-        "--mbit", type=_amount, nargs="+", default=list(MBITS), help="of each line, both ways"
+        "--mbit",
+        type=between(0.1, 250),
+        nargs="+",
+        default=list(MBITS),
+        help="of each line, both ways",
     )
-    parser.add_argument("--payload-mb", type=_amount, default=PAYLOAD_MB, help="of 1,000,000 bytes")
-    parser.add_argument("--runs", type=_runs, default=1, help="of each cell; the median counts")
+    parser.add_argument(
+        "--payload-mb", type=between(0.1, 250), default=PAYLOAD_MB, help="of 1,000,000 bytes"
+    )
+    parser.add_argument(
+        "--runs", type=whole(1, 100), default=1, help="of each cell; the median counts"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of keys, payload and choices")
     parser.add_argument("--virtual", action="store_true", help="in virtual time only, without root")
     parser.add_argument("--plot", type=Path, help="draw time against peers into this PNG file")
@@ -217,27 +230,3 @@ def draw(rows: Sequence[Mapping[str, Any]], seed: int, target: Path) -> None:
     axes.grid(visible=True, color="#eeeeee")
     axes.legend(frameon=False, fontsize="small")
     pictures.save(figure, target, f"processes with TLS, virtual without; seed {seed}")
-
-
-def _peers(text: str) -> int:
-    value = int(text) if text.isdecimal() else -1
-    if not 0 <= value <= PEERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {PEERS_MAX}")
-    return value
-
-
-def _runs(text: str) -> int:
-    value = int(text) if text.isdecimal() else 0
-    if not 1 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 100")
-    return value
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-    if not 0.1 <= value <= 250:
-        raise argparse.ArgumentTypeError(f"{text!r} is not between 0.1 and 250")
-    return value
