@@ -29,6 +29,7 @@ from coordinator.plots import PLOT_FILE
 from coordinator.view import RunView
 from echo2p2p.errors import ChildError, ConfigError, LinkError, RefusedError, StoreError
 from echo2p2p.net.aio import AioHttpClients, open_aio
+from echo2p2p.net.child import last_words_of
 from echo2p2p.net.program import OK
 from echo2p2p.terminal import Screen, can_draw, open_screen
 
@@ -114,7 +115,7 @@ class Demo:
 
     def _tail(self) -> str:
         text = (self.folder / "coordinator.log").read_text(encoding="utf-8", errors="replace")
-        return text[-400:].strip()
+        return last_words_of(text)
 
     def _join_file(self) -> dict[str, str]:
         value = json.loads((self.folder / JOIN_FILE).read_text(encoding="utf-8"))

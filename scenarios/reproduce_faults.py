@@ -34,6 +34,7 @@ import trio
 from coordinator.access import JOIN_FILE
 from coordinator.recorder import METRICS_FILE
 from echo2p2p.errors import ChildError, EchoError
+from echo2p2p.net.child import last_words_of
 from scenarios import bench_report, pictures
 from scenarios.cells import Cells
 from scenarios.demo import python_command
@@ -144,7 +145,7 @@ class Run:
         log = self._folder / "coordinator.log"
         code = await _run(command, log)
         if code:
-            tail = log.read_text("utf-8", errors="replace")[-400:].strip()
+            tail = last_words_of(log.read_text("utf-8", errors="replace"))
             raise ChildError("coordinator", f"ended with code {code}", log_tail=tail)
 
     async def _peers(self) -> None:

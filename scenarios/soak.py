@@ -33,6 +33,7 @@ import numpy as np
 import trio
 
 from echo2p2p.errors import ChildError
+from echo2p2p.net.child import last_words_of
 from echo2p2p.net.process_memory import PROC, Memory, memory_of
 from scenarios.arguments import positive_time
 
@@ -155,7 +156,7 @@ class Soak:
 
     def _tail(self) -> str:
         log = self.folder / "coordinator.log"
-        return log.read_text(encoding="utf-8", errors="replace")[-400:].strip()
+        return last_words_of(log.read_text(encoding="utf-8", errors="replace"))
 
     @asynccontextmanager
     async def _process(self, name: str, command: list[str]) -> AsyncIterator[trio.Process]:

@@ -72,6 +72,12 @@ _READ_BYTES: Final = 65536
 _READ_BYTES_MAX: Final = 1 << 20
 
 
+def last_words_of(log: str) -> str:
+    """Return the end of what a process has written, in one line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return " | ".join(lines[-LAST_WORDS_LINES:])[-500:]
+
+
 class ChildProcess:
     """One child process, from `start` to `close`.
 
@@ -371,8 +377,7 @@ class ChildProcess:
         return f" of {signal.Signals(status.si_status).name}"
 
     def _error(self, detail: str, *, last_words: bool = True, raised: str = "") -> ChildError:
-        lines = [line.strip() for line in self.log_tail.splitlines() if line.strip()]
-        words = " | ".join(lines[-LAST_WORDS_LINES:])[-500:] if last_words else ""
+        words = last_words_of(self.log_tail) if last_words else ""
         return ChildError(self.name, detail, log_tail=words, raised=raised)
 
     async def close(self) -> None:

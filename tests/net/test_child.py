@@ -12,7 +12,7 @@ import trio
 from echo2p2p.errors import ChildError, ConfigError, LocalProtocolError
 from echo2p2p.net import child as child_module
 from echo2p2p.net import child_worker
-from echo2p2p.net.child import ChildProcess
+from echo2p2p.net.child import ChildProcess, last_words_of
 from echo2p2p.net.process_memory import Memory, tree_memory
 from echo2p2p.testing.children import MODULE, make_child, wait_gone
 
@@ -314,3 +314,8 @@ async def test_a_question_that_is_too_long_is_not_asked_and_the_child_lives_on(c
     with pytest.raises(ChildError, match="'echo' was not asked: a message of 1"):
         await child.call("echo", bytes(1000), bytes, timeout_s=20)
     assert await child.call("echo", b"x", bytes, timeout_s=20) == b"x"
+
+
+def test_last_words_are_the_last_lines_in_one():
+    assert last_words_of("secret\n\n one\ntwo  \n\nthree\n") == "one | two | three"
+    assert last_words_of("") == ""
