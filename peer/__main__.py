@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import sys
+
+from echo2p2p.entry import enter
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    # Imports take a while; a Ctrl-C meanwhile ends the process without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from peer.command import main as command
-
-    return command(argv)
+    return enter("peer.command", argv)
 
 
 if __name__ == "__main__":

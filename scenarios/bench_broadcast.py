@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--virtual", action="store_true", help="in virtual time, without root")
     parser.add_argument("--plot", type=Path, help="draw time against peers into this PNG file")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:

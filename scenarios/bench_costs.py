@@ -75,9 +75,12 @@ class _TimedCores(Cores):
         return await super().run(timed)
 
 
+table = bench_report.table
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: there is nothing to choose."""
-    del parser
+    """Add what the command understands: there is nothing to choose."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, object]:

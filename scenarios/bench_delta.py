@@ -97,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=Path, help="the folder after it")
     parser.add_argument("--traces", type=Path, help="folder of traces that were dumped before")
     parser.add_argument("--dump", type=Path, help="write old, new and wire bytes into this folder")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:

@@ -331,6 +331,9 @@ def write_folder(folder: Path, model: Qwen3, layout: Layout, state: memoryview) 
 # --- the command ------------------------------------------------------------------------------
 
 
+table = bench_report.table
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what can be chosen on the command line."""
     plan = Plan()
@@ -345,6 +348,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16 or float16 (default: by the device)"
     )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 _ARGUMENTS: Final = {

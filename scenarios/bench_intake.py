@@ -413,6 +413,9 @@ def _stored(rows: Rows) -> int:
 # --- the command ------------------------------------------------------------------------------
 
 
+table = bench_report.table
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what can be chosen on the command line."""
     plan = Plan()
@@ -428,6 +431,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("runs"),
         help="a folder on the disk to be measured; what is written there is removed at the end",
     )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 _ARGUMENTS: Final = {

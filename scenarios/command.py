@@ -1,142 +1,148 @@
-"""``echo2-scenario``: run a story, in virtual time or as processes; measure a part."""
+"""``echo2-scenario``: run a story, in virtual time or as processes; measure a part.
+
+The module of a command is imported when the command is chosen: all of them take longer to import
+than most of them take to answer.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final
 
 from echo2p2p.net.program import FAILED, OK, run_program
-from scenarios import (
-    agree,
-    bench_broadcast,
-    bench_costs,
-    bench_delta,
-    bench_engine,
-    bench_intake,
-    bench_report,
-    compare,
-    overlap,
-    reproduce_broadcast,
-    reproduce_faults,
-    soak,
-    story_command,
-    swarm_command,
-    torture,
-)
-from scenarios.demo import Demo
 
-BENCHES = {
-    "broadcast": bench_broadcast,
-    "costs": bench_costs,
-    "delta": bench_delta,
-    "engine": bench_engine,
-    "intake": bench_intake,
+Call = Callable[[ModuleType, argparse.Namespace], int]
+"""Runs a command, given its module and its options; returns the exit code."""
+
+
+def _call_main(module: ModuleType, arguments: argparse.Namespace) -> int:
+    """Run a module that prints by itself."""
+    return int(module.main(arguments))
+
+
+def _measured(held: Callable[[Any], bool]) -> Call:
+    """Return how to run a module whose `run` gives a result, of which `table` makes text.
+
+    `held` says of a result whether what must hold did; no time is ever part of that.
+    """
+
+    async def measure(module: ModuleType, arguments: argparse.Namespace) -> int:
+        result = await module.run(arguments)
+        print(json.dumps(result, indent=2) if arguments.json else module.table(result))
+        return OK if held(result) else FAILED
+
+    return lambda module, arguments: run_program(partial(measure, module, arguments))
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: a module of this package with `add_arguments` and what `call` needs."""
+
+    module: str
+    about: str
+    call: Call = _call_main
+
+
+_HELD: Final = _measured(lambda result: bool(result["held"]))
+COMMANDS: Final = {
+    "list": Command("list_command", "name the stories"),
+    "run": Command("story_command", "run one story"),
+    "new": Command("new_command", "write a commented story to begin with"),
+    "swarm": Command("swarm_command", "play many stories drawn from seeds"),
+    "torture": Command(
+        "torture", "kill -9 a coordinator under load at random moments, and look at what is left"
+    ),
+    "soak": Command("soak", "watch the memory of real processes while peers come and go", _HELD),
+    "compare": Command("compare", "lay two results of `run --json` beside each other"),
+    "agree": Command(
+        "agree",
+        "play stories in virtual time and with real processes, and see whether figures agree",
+        _measured(lambda result: bool(result["agree"])),
+    ),
 }
-"""Benchmarks by name: modules with `add_arguments` and `run`, which returns what is printed."""
-CLAIMS: dict[str, Any] = {
-    "broadcast": reproduce_broadcast,
-    "faults": reproduce_faults,
-    "overlap": overlap,
+BENCHES: Final = {
+    "broadcast": Command(
+        "bench_broadcast",
+        "how long until the last peer has a payload, and who sent it?",
+        _measured(bool),  # a peer that does not have the payload, verified, is an error
+    ),
+    "costs": Command("bench_costs", "what work costs on this machine, in CPU time", _HELD),
+    "delta": Command(
+        "bench_delta",
+        "how small and how fast are weight deltas, beside what others do?",
+        _measured(lambda rows: all(row["exact"] for row in rows)),
+    ),
+    "engine": Command(
+        "bench_engine", "what does it cost that vLLM's weights change and are proved?", _HELD
+    ),
+    "intake": Command(
+        "bench_intake", "what does one upload cost a coordinator whom many wait for?", _HELD
+    ),
 }
-"""What is put to the test: modules with `add_arguments`, `run` and `table`."""
-TABLES: dict[str, Callable[[Any], str]] = {
-    "broadcast": bench_broadcast.table,
-    "costs": bench_report.table,
-    "delta": bench_delta.table,
-    "engine": bench_report.table,
-    "intake": bench_report.table,
+CLAIMS: Final = {
+    "broadcast": Command(
+        "reproduce_broadcast",
+        "how does the time of a broadcast grow with the peers?",
+        _measured(lambda _: True),
+    ),
+    "faults": Command(
+        "reproduce_faults",
+        "what does a run lose when some of its peers fail?",
+        _measured(lambda _: True),
+    ),
+    "overlap": Command(
+        "overlap",
+        "is the broadcast hidden, and which rule foresees it?",
+        _measured(lambda _: True),
+    ),
 }
-"""What makes text of it."""
-HELD: dict[str, Callable[[Any], bool]] = {
-    "broadcast": bool,  # a peer that does not have the payload, verified, is an error
-    "costs": lambda result: bool(result["held"]),
-    "delta": lambda rows: all(row["exact"] for row in rows),
-    "engine": lambda result: bool(result["held"]),
-    "intake": lambda result: bool(result["held"]),
-}
-"""Whether what must hold did; no time is ever part of that."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="echo2-scenario", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    story_command.add_commands(commands)
-    swarm_command.add_command(commands)
-    bench = commands.add_parser("bench", help="measure one part, for real").add_subparsers(
-        dest="name", required=True
-    )
-    for name, module in BENCHES.items():
-        about = (module.__doc__ or "").splitlines()[0].partition(": ")[2]
-        one = bench.add_parser(name, help=about, description=about)
-        module.add_arguments(one)
-        one.add_argument("--json", action="store_true", help="print the result as JSON")
-    about = "kill -9 a coordinator under load at random moments, and look at what is left"
-    torture.add_arguments(commands.add_parser("torture", help=about, description=about))
-    about = "watch the memory of real processes while peers come and go"
-    soaking = commands.add_parser("soak", help=about, description=about)
-    soak.add_arguments(soaking)
-    soaking.add_argument("--json", action="store_true", help="print the result as JSON")
-    about = "lay two results of `run --json` beside each other"
-    compare.add_arguments(commands.add_parser("compare", help=about, description=about))
-    about = "play stories in virtual time and with real processes, and see whether figures agree"
-    agree.add_arguments(commands.add_parser("agree", help=about, description=about))
-    reproduce = commands.add_parser("reproduce", help="put a claim of the paper to the test")
-    claims = reproduce.add_subparsers(dest="name", required=True)
-    for name, claim in CLAIMS.items():
-        about = (claim.__doc__ or "").splitlines()[0].partition(": ")[2]
-        claim.add_arguments(claims.add_parser(name, help=about, description=about))
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Lazy)
+    _add(commands, COMMANDS)
+    for group, about, inner in (
+        ("bench", "measure one part, for real", BENCHES),
+        ("reproduce", "put a claim of the paper to the test", CLAIMS),
+    ):
+        of_group = commands.add_parser(group, help=about)
+        _add(of_group.add_subparsers(dest="name", required=True, parser_class=_Lazy), inner)
     known, more = parser.parse_known_args(argv)
     if more and not (known.command == "run" and known.name == "demo"):
         parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if known.command == "list":
-        return story_command.list_stories()
-    if known.command == "new":
-        return story_command.new_story(known)
-    if known.command == "swarm":
-        if known.lines:
-            return swarm_command.play_lines(known)
-        return run_program(partial(swarm_command.run, known))
-    if known.command == "compare":
-        return compare.compare(known)
-    if known.command == "agree":
-        return run_program(partial(_agree, known))
-    if known.command == "torture":
-        return run_program(partial(torture.torture, known))
-    if known.command == "soak":
-        return run_program(partial(_soak, known))
-    if known.command == "reproduce":
-        return run_program(partial(_reproduce, known))
-    if known.command == "bench":
-        return run_program(partial(_bench, known))
-    if known.name == "demo":
-        return run_program(Demo(known.folder, more).run)
-    return story_command.run_story(known)
+    known.more = more
+    chosen: Command = known.chosen
+    return chosen.call(_module(chosen), known)
 
 
-async def _bench(arguments: argparse.Namespace) -> int:
-    result = await BENCHES[arguments.name].run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else TABLES[arguments.name](result))
-    return OK if HELD[arguments.name](result) else FAILED
+def _add(
+    commands: argparse._SubParsersAction[_Lazy],
+    table: dict[str, Command],
+) -> None:
+    for name, command in table.items():
+        one = commands.add_parser(name, help=command.about, description=command.about)
+        one.set_defaults(chosen=command)
 
 
-async def _agree(arguments: argparse.Namespace) -> int:
-    result = await agree.run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else agree.table(result))
-    return OK if result["agree"] else FAILED
+def _module(command: Command) -> ModuleType:
+    return import_module(f"scenarios.{command.module}")
 
 
-async def _reproduce(arguments: argparse.Namespace) -> int:
-    claim = CLAIMS[arguments.name]
-    result = await claim.run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else claim.table(result))
-    return OK
+class _Lazy(argparse.ArgumentParser):
+    """Gets its options from its command's module when it is the one that is chosen."""
 
-
-async def _soak(arguments: argparse.Namespace) -> int:
-    result = await soak.run(arguments)
-    print(json.dumps(result, indent=2) if arguments.json else soak.table(result))
-    return OK if result["held"] else FAILED
+    def parse_known_args(  # type: ignore[override]  # its overloads differ in the namespace's type
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[Any, list[str]]:
+        command = self.get_default("chosen")
+        if command is not None:
+            _module(command).add_arguments(self)
+        return super().parse_known_args(args, namespace)

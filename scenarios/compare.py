@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Print both; returns the exit code."""
     try:
         results = [_read(path) for path in (arguments.a, arguments.b)]

@@ -348,6 +348,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MB",
         help="megabytes an hour by which no process may grow (default: 20)",
     )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:

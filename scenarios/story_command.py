@@ -1,4 +1,4 @@
-"""``echo2-scenario list | run | new``: stories of the virtual world on the command line."""
+"""``echo2-scenario run``: play a story, in virtual time or with real processes; or the demo."""
 
 from __future__ import annotations
 
@@ -7,61 +7,39 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 from echo2p2p.errors import ConfigError
 from echo2p2p.net.program import FAILED, OK, USAGE, run_program
 from scenarios import bench_report, report_page, story_report, swarm
 from scenarios.arguments import positive_time
-from scenarios.live_lab import play_live
+from scenarios.list_command import DEMO
 from scenarios.play import play
-from scenarios.story import Story, load_story, shipped, shipped_apart
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 it has no other
-
-TEMPLATE: Final = Path(__file__).parent / "template.toml"
-DEMO: Final = "one coordinator and three peers as processes; trains a tiny model"
+from scenarios.story import Story, load_story
 
 
-def add_commands(commands: Commands) -> None:
-    """Add ``list``, ``run`` and ``new``."""
-    commands.add_parser("list", help="name the stories")
-    run = commands.add_parser("run", help="run one story")
-    run.add_argument("name", help="a story's name, the path of a .toml file, or `demo`")
-    run.add_argument("--seed", type=int, default=7, help="of everything random (default: 7)")
-    run.add_argument("--trace", type=Path, help="write every event here, as JSON lines")
-    run.add_argument("--report", type=Path, help="write a page with pictures here (HTML)")
-    run.add_argument("--until", type=positive_time, metavar="T", help="stop at this virtual second")
-    run.add_argument(
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command understands."""
+    parser.add_argument("name", help="a story's name, the path of a .toml file, or `demo`")
+    parser.add_argument("--seed", type=int, default=7, help="of everything random (default: 7)")
+    parser.add_argument("--trace", type=Path, help="write every event here, as JSON lines")
+    parser.add_argument("--report", type=Path, help="write a page with pictures here (HTML)")
+    parser.add_argument(
+        "--until", type=positive_time, metavar="T", help="stop at this virtual second"
+    )
+    parser.add_argument(
         "--live", action="store_true", help="with real processes on shaped lines (root)"
     )
-    run.add_argument("--json", action="store_true", help="print the result as JSON")
-    run.add_argument("--folder", type=Path, default=Path("runs/demo"), help="of the demo")
-    new = commands.add_parser("new", help="write a commented story to begin with")
-    new.add_argument("name", help="of the story; its file is NAME.toml")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="of the demo")
 
 
-def list_stories() -> int:
-    """Print one line a story."""
-    print(f"{'demo':<22} {DEMO}")
-    for name, story in {**shipped(), **shipped_apart()}.items():
-        print(f"{name:<22} {story.about}")
-    print(f"{swarm.NAME:<22} everything drawn from the seed: machines, settings, faults")
-    return OK
+def main(arguments: argparse.Namespace) -> int:
+    """Play one story; returns the exit code."""
+    if arguments.name == DEMO:
+        from scenarios.demo import Demo
 
-
-def find_story(name: str, seed: int) -> Story:
-    """Return the story that a name means with this seed.
-
-    Raises:
-        ConfigError: There is none, or it is wrong.
-    """
-    return swarm.draw_story(seed) if name == swarm.NAME else load_story(name)
-
-
-def run_story(arguments: argparse.Namespace) -> int:
-    """Play one story."""
+        return run_program(Demo(arguments.folder, arguments.more).run)
     try:
         story = find_story(arguments.name, arguments.seed)
     except ConfigError as error:
@@ -71,6 +49,15 @@ def run_story(arguments: argparse.Namespace) -> int:
         return run_program(partial(_run_live, arguments, story))
     played = play(arguments.name, story, arguments.seed, until_s=arguments.until)
     return _tell(arguments, played.result(), played.world.trace_lines())
+
+
+def find_story(name: str, seed: int) -> Story:
+    """Return the story that a name means with this seed.
+
+    Raises:
+        ConfigError: There is none, or it is wrong.
+    """
+    return swarm.draw_story(seed) if name == swarm.NAME else load_story(name)
 
 
 def _tell(arguments: argparse.Namespace, result: dict[str, Any], trace: list[str]) -> int:
@@ -95,21 +82,6 @@ def _tell(arguments: argparse.Namespace, result: dict[str, Any], trace: list[str
 async def _run_live(arguments: argparse.Namespace, story: Story) -> int:
     if arguments.until is not None:
         raise ConfigError("--until", "only without --live")
+    from scenarios.live_lab import play_live
+
     return _tell(arguments, *await play_live(arguments.name, story, arguments.seed))
-
-
-def new_story(arguments: argparse.Namespace) -> int:
-    """Write a commented story that runs as it is."""
-    path = Path(arguments.name.removesuffix(".toml") + ".toml")
-    text = TEMPLATE.read_text(encoding="utf-8").replace("{name}", path.stem)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        print(f"error: {path} exists: choose another name, or remove it", file=sys.stderr)
-        return USAGE
-    except OSError as error:
-        print(f"error: cannot write {path}: {error.strerror}", file=sys.stderr)
-        return FAILED
-    print(f"wrote {path}; play it with: echo2-scenario run {path} --seed 7")
-    return OK

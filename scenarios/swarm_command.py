@@ -9,37 +9,40 @@ import sys
 import time  # noqa: TID251 how long real work took
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import trio
 
 from echo2p2p.errors import ChildError
-from echo2p2p.net.program import FAILED, OK
+from echo2p2p.net.program import FAILED, OK, run_program
 from scenarios import swarm
 from scenarios.arguments import positive
 from scenarios.play import play
 from scenarios.story_command import find_story
 
-if TYPE_CHECKING:
-    from scenarios.story_command import Commands
-
 TOLD_EVERY = 50
 
 
-def add_command(commands: Commands) -> None:
-    """Add ``swarm``."""
-    about = "play many stories drawn from seeds"
-    many = commands.add_parser("swarm", help=about, description=about)
-    many.add_argument("--seeds", type=positive, default=100, help="how many (default: 100)")
-    many.add_argument("--first", type=int, default=1, help="the first seed (default: 1)")
-    many.add_argument("--step", type=positive, default=1, help="from seed to seed (default: 1)")
-    many.add_argument("--jobs", type=positive, default=1, help="processes (default: 1)")
-    many.add_argument("--story", default=swarm.NAME, help="play this story instead")
-    many.add_argument("--lines", action="store_true", help="print a JSON line a seed, no report")
-    many.add_argument("--json", action="store_true", help="print the report as JSON")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command understands."""
+    parser.add_argument("--seeds", type=positive, default=100, help="how many (default: 100)")
+    parser.add_argument("--first", type=int, default=1, help="the first seed (default: 1)")
+    parser.add_argument("--step", type=positive, default=1, help="from seed to seed (default: 1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes (default: 1)")
+    parser.add_argument("--story", default=swarm.NAME, help="play this story instead")
+    parser.add_argument("--lines", action="store_true", help="print a JSON line a seed, no report")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
-def play_lines(arguments: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
+    """Play them all; returns the exit code."""
+    if arguments.lines:
+        return _play_lines(arguments)
+    return run_program(partial(_run, arguments))
+
+
+def _play_lines(arguments: argparse.Namespace) -> int:
     """Play all seeds in this process and print a JSON line for each."""
     for seed in _seeds(arguments):
         began = time.monotonic()
@@ -49,7 +52,7 @@ def play_lines(arguments: argparse.Namespace) -> int:
     return OK
 
 
-async def run(arguments: argparse.Namespace) -> int:
+async def _run(arguments: argparse.Namespace) -> int:
     """Play all seeds in processes, and report.
 
     Raises:

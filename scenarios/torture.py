@@ -18,6 +18,7 @@ import tempfile
 import time  # noqa: TID251 real processes need real time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -26,7 +27,7 @@ import trio
 from echo2p2p.errors import HttpError, StoreError
 from echo2p2p.net.aio import AioHttpClients, open_aio
 from echo2p2p.net.ports import Entropy, HttpClient
-from echo2p2p.net.program import FAILED, OK
+from echo2p2p.net.program import FAILED, OK, run_program
 from echo2p2p.net.system import SystemEntropy
 from echo2p2p.net.trust import JoinToken, run_key_from
 from echo2p2p.testing.system import SimEntropy
@@ -248,8 +249,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
-async def torture(arguments: argparse.Namespace) -> int:
-    """Run the command; the folder is kept if something was found."""
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command; returns the exit code."""
+    return run_program(partial(_torture, arguments))
+
+
+async def _torture(arguments: argparse.Namespace) -> int:
+    """Kill and look; the folder is kept if something was found."""
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="echo2-torture-"))
     tell = (lambda _: None) if arguments.json else print
     tormentor = Torture(folder, kills=arguments.kills, seed=arguments.seed, tell=tell)

@@ -236,6 +236,8 @@ class Picker:
         goal.holders.pop(index, None)
         for pool in goal.offers.values():
             pool.discard(index)
+        if not goal.missing:
+            self.drop(manifest_id, now)
         return cancels
 
     def lost(self, manifest_id: ManifestId, index: int) -> None:

@@ -266,3 +266,15 @@ def test_a_dropped_payload_takes_its_requests_back():
     assert ours.plan(5.0) == []
     assert ours.drop(ID, 0.2) == []
     assert ours.arrived(A, ID, 1, CHUNK, 0.3) == (False, [])
+
+
+def test_nothing_is_seen_to_any_more_of_a_payload_that_is_whole():
+    ours = picker(A, count=2, retry_s=5.0)
+    offer(ours, A, [1])
+    (pick,) = ours.plan(0.0)
+    ours.rejected(A, ID, 1, "busy", 0.0)
+    ours.arrived(A, ID, pick.index, CHUNK, 0.0)
+    assert ours.stored(ID, 1, 0.0) == []
+    ours.on_time(1.0)
+    offer(ours, A, [0, 1], grace_s=1.0)
+    assert ours.next_deadline() == float("inf")
