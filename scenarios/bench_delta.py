@@ -35,6 +35,7 @@ from echo2p2p.weights.forms import Form
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.policy import SMALLEST, FormPolicy
 from echo2p2p.wire.messages import LayoutTable
+from scenarios import bench_report
 from scenarios.arguments import positive
 from scenarios.checkpoints import read_pair
 from scenarios.delta_bounds import Bounds, bounds_of
@@ -109,7 +110,7 @@ async def run(arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 def table(rows: list[dict[str, object]]) -> str:
     """Return the rows as text."""
-    lines = []
+    lines = [bench_report.stated()]
     last = None
     for row in (msgspec.convert(row, Row) for row in rows):
         heading = (row.lr, row.start)

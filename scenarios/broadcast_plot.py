@@ -34,4 +34,5 @@ def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     axes.set_title(f"{first['payload_bytes'] / 1e6:g} MB, {first['links']} links")
     axes.legend(frameon=False)
     axes.grid(visible=True, color="#eeeeee")
-    pictures.save(figure, target, f"{first['network']}{', TLS' if first['tls'] else ''}")
+    how = f"{first['network']}{', TLS' if first['tls'] else ''}; seed {first['seed']}"
+    pictures.save(figure, target, how)

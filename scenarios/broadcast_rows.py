@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from scenarios import bench_report
 from scenarios.broadcast_links import RATE_MBIT, Bound
 
 MB = 1e6
@@ -91,6 +92,10 @@ class Row:
     """Of all processes."""
     hit_last_s: float | None = None
     """When the last of those had it that the fault had hit, if they recover."""
+    seed: int = 0
+    """Of the first run; each has the next."""
+    machine: str = ""
+    """It and the versions, in words."""
 
 
 def row_of(
@@ -132,17 +137,19 @@ def row_of(
         mbit=case.mbit,
         cpu_s=round(chosen.cpu_s, 3),
         hit_last_s=max(chosen.hit_finished_s, default=None),
+        seed=case.seed,
+        machine=bench_report.stated(),
     )
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
     """Return the rows for a person."""
-    lines: list[str] = []
+    lines = [f"{rows[0]['machine']}; seed {rows[0]['seed']}"] if rows else []
     last: object = None
     for row in rows:
         case = (row["network"], row["links"], row["peers"], row["payload_bytes"], row["rtt_ms"])
         if case != last:
-            lines += [*([""] if lines else []), *_heading(row)]
+            lines += ["", *_heading(row)]
             last = case
         name = " ".join(str(row[key]) for key in ("system", "settings", "fault") if row[key])
         lines.append(

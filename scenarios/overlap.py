@@ -242,7 +242,7 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], seed: int, target: Path) -> None:
     """Write a PNG file; matplotlib (extra ``report``) must be there."""
     figure, axes = pictures.new_figure()
     for budget in dict.fromkeys(row["staleness_budget"] for row in rows):
@@ -268,7 +268,7 @@ def draw(rows: Sequence[Mapping[str, Any]], target: Path) -> None:
     axes.set_ylabel("learner idle, %")
     axes.set_title(f"A step takes {STEP_S:g} s; circled: our rule says feasible")
     axes.legend(frameon=False)
-    pictures.save(figure, target, ASSUMED)
+    pictures.save(figure, target, ASSUMED, f"seed {seed}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -287,7 +287,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     pictures.check_target(arguments.plot)
     rows = await trio.to_thread.run_sync(measure, BUDGETS, BROADCASTS_S, arguments.seed)
     if arguments.plot is not None:
-        draw(rows, arguments.plot)
+        draw(rows, arguments.seed, arguments.plot)
     return {
         "seed": arguments.seed,
         "rows": rows,

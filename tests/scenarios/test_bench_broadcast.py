@@ -9,7 +9,7 @@ import pytest
 
 from echo2p2p.errors import ConfigError, EchoError
 from echo2p2p.ids import SOURCE, PeerId
-from scenarios import bench_broadcast, broadcast_plot, namespaces
+from scenarios import bench_broadcast, bench_report, broadcast_plot, namespaces
 from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import (
     BYTES_PER_MBIT,
@@ -149,6 +149,8 @@ def test_a_row_is_the_run_of_the_median_time():
     assert row.runs_s == [4.0, 2.0, 3.0]
     assert (row.first_s, row.middle_s) == (1.0, 2.0)
     assert row.cpu_ms_per_mb == 100.0
+    heading = table([asdict(replace(row, seed=3))]).splitlines()[0]
+    assert heading == f"{bench_report.stated()}; seed 3"
     assert row_of("x", "", "virtual", case, Bound(2.0, 1.0), outcomes[:2]).last_s == 2.0
 
 

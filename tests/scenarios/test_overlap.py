@@ -62,7 +62,7 @@ def test_a_rule_is_right_if_it_calls_feasible_what_did_not_idle(tmp_path):
     assert text.count("feasible WRONG") == 2
     assert "ours: right in 1 of 2" in text
     pytest.importorskip("matplotlib")
-    draw(rows, tmp_path / "overlap.png")
+    draw(rows, 1, tmp_path / "overlap.png")
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
 
 
