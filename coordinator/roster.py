@@ -290,7 +290,7 @@ class Roster:
                 Neighbour(peer_id=other, address=self._address(other))
                 for other in self._overlay.get(member.peer_id, ())
             ],
-            mesh=len(self._overlay) <= MESH_NODES_MAX,
+            peers=len(self._overlay),
             run_state=self._state.outcome,
         )
 

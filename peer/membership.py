@@ -307,7 +307,7 @@ class Membership:
         self._plan = plan
         source = next((n.address for n in plan.neighbours if n.peer_id == SOURCE), None)
         others = [n for n in plan.neighbours if n.peer_id != SOURCE]
-        self.relay.set_neighbours(others, source, mesh=plan.mesh)
+        self.relay.set_neighbours(others, source, peers=plan.peers)
         if plan.run_state == "finished":
             self._finish("finished")
         elif plan.run_state == "failed":

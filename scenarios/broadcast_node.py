@@ -21,7 +21,6 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from echo2p2p.broadcast.settings import MESH_NODES_MAX
 from echo2p2p.ids import PeerId
 from echo2p2p.net.ports import Endpoint, Streams
 from echo2p2p.net.program import OK, run_program
@@ -148,7 +147,7 @@ class RelayPart:
         node.set_neighbours(
             [Neighbour(peer_id=self._id(i), address=self._address(i)) for i in role.neighbours],
             self._address(0),
-            mesh=len(role.neighbours) + (role.index > 0) <= MESH_NODES_MAX,
+            peers=len(role.hosts) - 1,
         )
         wanted = len(role.neighbours) + (role.index > 0)
         while len(node.statistics().links) < wanted:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2p2p.errors import ConfigError
-from echo2p2p.net.program import FAILED, OK, USAGE, run_program
+from echo2p2p.net.program import FAILED, OK, USAGE, collect_rarely, run_program
 from scenarios import bench_report, report_page, story_report, swarm
 from scenarios.arguments import positive_time
 from scenarios.list_command import DEMO
@@ -47,6 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
         return USAGE
     if arguments.live:
         return run_program(partial(_run_live, arguments, story))
+    collect_rarely()
     played = play(arguments.name, story, arguments.seed, until_s=arguments.until)
     return _tell(arguments, played.result(), played.world.trace_lines())
 

@@ -70,9 +70,11 @@ def draw_tables(rng: random.Random) -> Drawn:
     story["world"]["model_ballast"] = rng.choice([0, 0, 0, 300_000])
     story["world"]["learner_changed_share"] = rng.choice([0.001, 0.02, 0.02, 0.2])
     if story["world"]["model_ballast"]:
-        # Dense versions of the larger model each second, to 20 peers: 20 s of numpy.
+        # Dense versions of the larger model each second, to 20 peers: 20 s of numpy; and in the
+        # smallest chunks it would be hundreds a version, when a world should take 10 s.
         changed = story["world"]["learner_changed_share"]
         story["world"]["learner_changed_share"] = min(changed, 0.02)
+        story["settings"]["weights"]["chunk_bytes_min"] = 16_384
     if any(fault["fault"] == "depart" for fault in story["nemesis"]):
         # Departures are for good, and draws may add up to all: then nobody could go on.
         groups.append(_draw_group(rng, 0) | {"name": "late", "count": 1, "joins_s": heal_s})

@@ -15,7 +15,7 @@ from typing import Any
 import trio
 
 from echo2p2p.errors import ChildError
-from echo2p2p.net.program import FAILED, OK, run_program
+from echo2p2p.net.program import FAILED, OK, collect_rarely, run_program
 from scenarios import swarm
 from scenarios.arguments import positive
 from scenarios.play import play
@@ -44,6 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _play_lines(arguments: argparse.Namespace) -> int:
     """Play all seeds in this process and print a JSON line for each."""
+    collect_rarely()
     for seed in _seeds(arguments):
         began = time.monotonic()
         problems = play(arguments.story, find_story(arguments.story, seed), seed).problems

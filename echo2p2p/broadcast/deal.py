@@ -72,6 +72,8 @@ class _Deal:
     expected_s: float
     """What these and those before them should take, as it seemed when it was dealt."""
     dealt_s: float
+    at_once: bool
+    """Whether the relay had no other work, and makes a few copies only."""
     sent_s: float | None = None
     """When it left; ``None`` while it waits for the link."""
     spread: bool = False
@@ -219,20 +221,22 @@ class Dealer:
                 self._undealt.rotate(-1)
                 continue
             copies = self._copies(lacking, fanout)
-            due = [relay for relay in options if self._is_to_try(relay, now)]
+            tries = options if fanout is None or self._rates.may_try else []
+            due = [relay for relay in tries if self._is_to_try(relay, now)]
             relay = min(due or options, key=lambda relay: self._expected(relay, copies(relay)))
             if not due and self._is_worth_waiting(relay, copies, willing, now):
                 return None
             owed = copies(relay) if self._rates.relays(relay) else 0
             self._undealt.popleft()
             state = self._relays[relay]
+            at_once = state.owed == 0 and fanout is not None
             state.owed += owed
             state.deals[index] = None
             state.dealt += 1
             state.latest, state.latest_s = index, now
-            self._rates.tried(relay, now)
+            self._rates.dealt(relay, now, is_try=bool(due))
             expected_s = state.owed * self._chunk_bytes / self._rates.patient(relay)
-            deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, now)
+            deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, now, at_once)
             self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
             if fanout is None and owed:
                 deal.second = len(lacking) - 1 - owed
@@ -381,7 +385,10 @@ class Dealer:
             rate.start(now)  # with the first, so that the way there and back does not count
             self._paid(index, deal, now)
             if deal.owed <= 0 and deal.sent_s is not None and now > deal.sent_s:
-                rate.at_least(deal.copies * self._chunk_bytes / (now - deal.sent_s))
+                count = deal.copies * self._chunk_bytes
+                rate.at_least(count / (now - deal.sent_s))
+                if deal.at_once:
+                    self._rates.copied(deal.relay, now - deal.sent_s, count)
 
     def _paid(self, index: int, deal: _Deal, now: float) -> None:
         deal.owed -= 1

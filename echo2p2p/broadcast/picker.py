@@ -42,6 +42,9 @@ DELAY_WEIGHT: Final = 0.1
 FAR: Final = 3.0
 """Round trips for which a pushed chunk may be on its way behind its announcement."""
 
+FEW_LINKS: Final = 4
+"""Up to so many that offer a payload, each has a request more than it seems to need."""
+
 REASON: Final = 3
 """Deadlines that a link gains by bringing other chunks."""
 
@@ -265,6 +268,10 @@ class Picker:
         else:
             self._avoid(goal, link, index, now + self._settings.retry_s)
 
+    def rate_of(self, link: PeerId) -> float | None:
+        """Return how fast chunks come from a link, bytes per second; ``None``: not known yet."""
+        return self._links[link].rate.bytes_per_s
+
     # --- decisions ----------------------------------------------------------------------------
 
     def plan(self, now: float, links: Iterable[PeerId] | None = None) -> list[Pick]:
@@ -290,7 +297,7 @@ class Picker:
             for manifest_id in self._order:
                 goal = self._goals[manifest_id]
                 pool = goal.offers.get(link)
-                if not pool or len(state.requests) >= self._window(state, goal.chunk_bytes):
+                if not pool or len(state.requests) >= self._window(state, goal):
                     continue
                 choose = self._late if endgame else self._rarest
                 index = choose(link, state, manifest_id, goal, pool, now)
@@ -299,14 +306,16 @@ class Picker:
                     return Pick(link, manifest_id, index)
         return None
 
-    def _window(self, state: _Link, chunk_bytes: int) -> int:
+    def _window(self, state: _Link, goal: _Goal) -> int:
+        """Return how many requests a link may have; a slow one of many, one: others are sooner."""
         if state.misses > 1:
             return 1
-        rate = state.rate.bytes_per_s
+        rate, spare = state.rate.bytes_per_s, int(len(goal.offers) <= FEW_LINKS)
         if rate is None:
-            return min(16, max(2, self._settings.window_first_bytes // chunk_bytes))
-        chunks = math.ceil(1.5 * rate * (state.rtt_s + self._settings.slack_s) / chunk_bytes) + 1
-        return min(self._settings.window_chunks_max, max(2, chunks))
+            return min(16, max(2, self._settings.window_first_bytes // goal.chunk_bytes))
+        way_s = state.rtt_s + self._settings.slack_s
+        chunks = math.ceil(1.5 * rate * way_s / goal.chunk_bytes) + spare
+        return min(self._settings.window_chunks_max, max(1 + spare, chunks))
 
     def _rarest(
         self,

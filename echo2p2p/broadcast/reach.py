@@ -11,8 +11,8 @@ from echo2p2p.ids import PeerId
 class Reach:
     """What a node was told of the links of all."""
 
-    mesh: bool | None = None
-    """Whether all that can be linked are to be; ``None``: not told."""
+    peers: int | None = None
+    """How many there are; ``None``: not told."""
     undialable: frozenset[PeerId] = frozenset()
 
     def links(self, one: PeerId, other: PeerId) -> bool:

@@ -25,14 +25,21 @@ SAMPLE_BUSY_S: Final = 0.5
 
 TRY_AGAIN_S: Final = 1.0
 """A relay that seems slow, and has nothing to do, gets a chunk so often all the same."""
+TRY_EVERY: Final = 8
+"""Outside a full mesh no more than one deal of so many is such a try: with a hundred relays all
+would be."""
 TRIES_DOUBLED: Final = 6
 """One that has passed nothing on is tried half as often each time, so many times. It may lie to the
 other peers, who have cut it off, or be cut off from them; each try costs everybody a second."""
 
+QUICK_MAX: Final = 4.0
+"""A relay that is not measured yet is taken to be at most so many times as fast as the others, or
+as slow, by what its first copies took."""
 
-def mean_of(before_s: float, now_s: float) -> float:
-    """Return the moving mean of a time; infinity before the first."""
-    return now_s if before_s == math.inf else before_s + (now_s - before_s) / 8
+
+def mean_of(before: float, now: float) -> float:
+    """Return the moving mean; infinity before the first."""
+    return now if before == math.inf else before + (now - before) / 8
 
 
 class RelayRates:
@@ -42,7 +49,11 @@ class RelayRates:
         self.reach = reach or Reach()
         self._rates: dict[PeerId, BusyRate] = {}
         self._leaving_s_per_byte = math.inf
+        self._copying: dict[PeerId, float] = {}
+        """How fast copies were made, the way there and back included: of deals to relays without
+        work, bytes per second."""
         self._next_try_s: dict[PeerId, float] = {}
+        self._deals_since_try = 0
         self._in_vain: Counter[PeerId] = Counter()
         self._failed_s: dict[PeerId, float] = {}
         """When its last try failed."""
@@ -56,6 +67,7 @@ class RelayRates:
     def forget(self, relay: PeerId) -> None:
         """The relay left."""
         self._rates.pop(relay, None)
+        self._copying.pop(relay, None)
         self._next_try_s.pop(relay, None)
         self._in_vain.pop(relay, None)
         self._failed_s.pop(relay, None)
@@ -68,12 +80,22 @@ class RelayRates:
         """Return what a deal takes to leave, on average; infinite before the first has left."""
         return self._leaving_s_per_byte * chunk_bytes
 
+    def copied(self, relay: PeerId, took_s: float, count: int) -> None:
+        """It has made copies of ``count`` bytes in all, of a chunk dealt when it had no work."""
+        self._copying[relay] = mean_of(self._copying.get(relay, math.inf), count / took_s)
+
     def is_to_try(self, relay: PeerId, now: float) -> bool:
         """Return whether to deal to it, if it has nothing to do, however slow it seems."""
         return now >= self._next_try_s.get(relay, -math.inf)
 
-    def tried(self, relay: PeerId, now: float) -> None:
-        """It was dealt a chunk."""
+    @property
+    def may_try(self) -> bool:
+        """Whether the next deal may be a try, if there are many relays."""
+        return self._deals_since_try >= TRY_EVERY - 1
+
+    def dealt(self, relay: PeerId, now: float, *, is_try: bool) -> None:
+        """It was dealt a chunk; ``is_try``: only because it `is_to_try`."""
+        self._deals_since_try = 0 if is_try else self._deals_since_try + 1
         pause_s = TRY_AGAIN_S * 2 ** min(self._in_vain[relay], TRIES_DOUBLED)
         self._next_try_s[relay] = now + pause_s
 
@@ -104,8 +126,17 @@ class RelayRates:
         mean = self.mean() or RATE_ASSUMED_BYTES_PER_S
         own = self.of(relay).bytes_per_s
         if own is None:
-            own = min(mean, self.allowed.get(relay, mean))
+            own = mean * self._quickness(relay)
+            own = min(own, self.allowed.get(relay, own))
         return max(own, mean / 1000)
+
+    def _quickness(self, relay: PeerId) -> float:
+        """Return how many times as fast as the others a relay seems that is not measured yet."""
+        own = self._copying.get(relay)
+        if own is None:
+            return 1.0
+        usual = sum(self._copying.values()) / len(self._copying)
+        return min(QUICK_MAX, max(1 / QUICK_MAX, own / usual))
 
     def relays(self, relay: PeerId) -> bool:
         """Return whether it passes anything on; one of which nothing is known does."""

@@ -16,8 +16,12 @@ HAVE_INDICES_MAX: Final = 16_384
 class SwarmSettings:
     """Tuning; the same for all nodes of a run, though nothing breaks when it is not."""
 
-    push_fanout: int = 2
-    """Neighbours to whom a chunk is pushed on, outside a full mesh."""
+    push_share: float = 0.1
+    push_fanout_min: int = 2
+    push_fanout_max: int = 6
+    """Neighbours to whom a chunk is pushed on, outside a full mesh: a share of all peers, between
+    these bounds. Each spares the way there and back of an announcement and a request, at the
+    second step of about four; but what another has sent meanwhile comes twice."""
 
     have_batch_s: float = 0.02
     """Announcements wait so long for company: to the source, which measures relays by them, and to
@@ -33,15 +37,16 @@ class SwarmSettings:
 
     pull_grace_s: float = 0.5
     """In a full mesh: from the first announcement of a chunk until it is asked for. The relay that
-    was dealt it is pushing it to us already; asking another would double it. A peer that came to
-    follow the payload later waits only `overlay_grace_s`, for other holders than the source."""
+    was dealt it is pushing it to us already; asking another would double it. Outside a mesh most
+    chunks must be pulled, and there is no grace."""
+
+    late_grace_s: float = 0.05
+    """The grace of a peer of a mesh that came to follow the payload later: for other holders than
+    the source."""
 
     pull_grace_max_s: float = 3.0
     """The grace grows to twice the time that pushed chunks were seen to take, up to this. So long
     after its last deal the source takes it that what it dealt is still being pushed."""
-
-    overlay_grace_s: float = 0.05
-    """The same outside a full mesh, where most chunks must be pulled."""
 
     source_grace_s: float = 1.0
     """So much longer before the source is asked for what another peer holds too."""
@@ -99,6 +104,10 @@ class SwarmSettings:
         """Return for how long those wait that nobody waits for."""
         return max(self.have_batch_s, self.have_mesh_s * links)
 
-    def grace_s(self, *, mesh: bool) -> float:
-        """Return the grace of what is pushed."""
-        return self.pull_grace_s if mesh else self.overlay_grace_s
+    def grace_s(self, *, late: bool) -> float:
+        """Return the grace of what is pushed, in a full mesh."""
+        return self.late_grace_s if late else self.pull_grace_s
+
+    def fanout(self, peers: int) -> int:
+        """Return to how many neighbours a chunk is pushed on, of so many peers that are no mesh."""
+        return min(self.push_fanout_max, max(self.push_fanout_min, round(self.push_share * peers)))

@@ -1,7 +1,7 @@
 """One node of the broadcast: frames and stored chunks in, effects out. Sans-IO.
 
 Deal, push, pull (DESIGN.md §5). The source deals each chunk to one relay (`deal`); a relay pushes
-what it was dealt to its neighbours, everybody in a full mesh, two otherwise; whatever does not
+what it was dealt to its neighbours, everybody in a full mesh, a few otherwise; whatever does not
 come by itself is announced (HAVE) and pulled (`picker`). A chunk that came from a peer is not
 pushed on in a mesh, because its relay pushes it to everybody. Anchors are pulled only.
 
@@ -75,10 +75,14 @@ class Swarm:
     # --- links --------------------------------------------------------------------------------
 
     @property
+    def _peers(self) -> int:
+        """How many there are, as far as this node can tell."""
+        return self._nodes if self.reach.peers is None else self.reach.peers
+
+    @property
     def _mesh(self) -> bool:
-        """Whether everybody is linked to everybody who can be, as far as this node can tell."""
-        told = self.reach.mesh
-        return self._nodes <= MESH_NODES_MAX if told is None else told
+        """Whether everybody is linked to everybody who can be."""
+        return self._peers <= MESH_NODES_MAX
 
     def link_opened(
         self, link: PeerId, *, is_source: bool, rtt_s: float, now: float
@@ -213,9 +217,9 @@ class Swarm:
                 transfer.dealer.announced(link, index, now)
         if self._from_source(link) and self._mesh and transfer.lacks_index and 0 in indices:
             transfer.late = True  # or it would send us chunk 0 itself
-            self._picker.hurry(manifest_id, now + self._settings.overlay_grace_s)
-        pushed, mesh = transfer.push and not ask, self._mesh and not transfer.late
-        grace_s = self._settings.grace_s(mesh=mesh) if pushed else 0.0
+            self._picker.hurry(manifest_id, now + self._settings.late_grace_s)
+        pushed = transfer.push and self._mesh and not ask
+        grace_s = self._settings.grace_s(late=transfer.late) if pushed else 0.0
         self._picker.offered(link, manifest_id, indices, now, grace_s=grace_s)
         self._plan(now, [link])
         self._pump(now)
@@ -283,8 +287,7 @@ class Swarm:
         view = transfer.view(link)
         if index not in transfer.held:
             transfer.origins.setdefault(index, Origin(link, asked, index in view.held))
-        view.add(index)
-        view.aware.add(index)
+        view.exchanged(index, theirs=True)
         self._uploads.to(link).cancel((manifest_id, index))
         self._cancel(cancels)
         self._plan(now, [link, *(pick.link for pick in cancels)])
@@ -327,8 +330,7 @@ class Swarm:
         transfer = self._transfers.get(manifest_id)
         if transfer is not None:
             if sent:
-                transfer.view(link).known.add(index)
-                transfer.view(link).aware.add(index)
+                transfer.view(link).exchanged(index, theirs=False)
             if transfer.dealer and sent:
                 transfer.dealer.sent(link, index, now)
             elif transfer.dealer:
@@ -438,8 +440,8 @@ class Swarm:
         targets = [link for link in transfer.lacking(index) if not self._from_source(link)]
         transfer.note_ours(index, now)
         if not self._mesh:
-            targets.sort(key=lambda link: (len(self._uploads.to(link)), self._rng.random()))
-            targets = targets[: self._settings.push_fanout]
+            quickest = self._uploads.quickest(targets, self._picker.rate_of)
+            targets = quickest[: self._settings.fanout(self._peers)]
         for link in targets:
             self._push(transfer, index, link)
 
@@ -472,7 +474,7 @@ class Swarm:
         dealer, known = transfer.dealer, transfer.followers
         if dealer is None or not known or not (transfer.dealing or dealer.busy):
             return
-        fanout = None if self._mesh else self._settings.push_fanout
+        fanout = None if self._mesh else self._settings.fanout(self._peers)
         while self._uploads.may_start(now):
             free = [link for link, box in self._uploads.in_turn() if link in known and box.has_room]
             choice = dealer.deal(free, known, fanout, now, linked=self._nodes)

@@ -58,6 +58,13 @@ class View:
         self.held.add(index)
         self.known.add(index)
 
+    def exchanged(self, index: int, *, theirs: bool) -> None:
+        """The chunk has crossed the link; ``theirs``: they sent it."""
+        if theirs:
+            self.held.add(index)
+        self.known.add(index)
+        self.aware.add(index)
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from echo2p2p.broadcast.outbox import Key, Outbox
 from echo2p2p.broadcast.rates import BusyRate
@@ -67,6 +67,21 @@ class Uploads:
         self._waiting = {link for link in self._waiting if self._outboxes[link].waits}
         in_turn = sorted(self._waiting, key=self._turns.__getitem__)
         return [(link, self._outboxes[link]) for link in in_turn]
+
+    def quickest(
+        self, links: Iterable[PeerId], rate_of: Callable[[PeerId], float | None]
+    ) -> list[PeerId]:
+        """Return the links, those first that would soon have a chunk, and pass it on.
+
+        Args:
+            links: Open ones.
+            rate_of: How fast chunks come from one, bytes per second; ``None``: not known.
+        """
+
+        def key(link: PeerId) -> tuple[int, float]:
+            return len(self._outboxes[link]), -(rate_of(link) or 0.0) * self._rng.uniform(0.5, 1.0)
+
+        return sorted(links, key=key)
 
     @property
     def longest(self) -> int:

@@ -23,6 +23,17 @@ USAGE: Final = 2
 INTERRUPTED: Final = 130
 
 
+def collect_rarely() -> None:
+    """Let Python look for cycles of garbage less often, and not among what is imported by now.
+
+    That stays for good: a full collection, which stops everything, need not look at it each time
+    (50 ms and more). And cycles are rare here; at Python's own pace collections are a twentieth of
+    a coordinator's work.
+    """
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
 def run_program(main: Callable[[], Awaitable[int]]) -> int:
     """Run ``main`` under trio and return the process's exit code.
 
@@ -32,11 +43,7 @@ def run_program(main: Callable[[], Awaitable[int]]) -> int:
     if not __debug__:
         print("error: run Python without -O: assertions are part of this program", file=sys.stderr)  # noqa: T201
         return USAGE
-    # What is imported stays for good: a full collection, which stops everything, need not look at
-    # it each time (50 ms and more). And cycles are rare here, so collections may be, too; at
-    # Python's own pace they are a twentieth of a coordinator's work.
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    collect_rarely()
     code = FAILED
 
     async def supervised() -> None:

@@ -167,14 +167,14 @@ class RelayNode:
         await self._connections.accept(stream, host)
 
     def set_neighbours(
-        self, neighbours: Iterable[Neighbour], source: Address | None, *, mesh: bool
+        self, neighbours: Iterable[Neighbour], source: Address | None, *, peers: int
     ) -> None:
         """Keep these links from now on, and no other that we dialled.
 
-        ``mesh``: whether every peer is to be linked to every other.
+        ``peers``: how many there are in all; a few are all linked to each other.
         """
         reach, known = self._swarm.reach, list(neighbours)
-        reach.mesh = mesh
+        reach.peers = peers
         reach.undialable = frozenset(PeerId(one.peer_id) for one in known if one.address is None)
         me = self._self.peer_id
         targets = targets_of(known, source, me=me, dialable=self._dialable)

@@ -169,7 +169,7 @@ _PLAN: Final = Plan(
         _NEIGHBOUR,
         Neighbour(peer_id="0123456789abcdef0123456789abcdef", address=None),
     ],
-    mesh=True,
+    peers=2,
     run_state="running",
 )
 _HARDWARE: Final = Hardware(accelerator="cpu", cores=4, memory_bytes=17_179_869_184)

@@ -245,7 +245,7 @@ class RelayNet:
                 at_source = not overlay or peer_id in overlay.get(SOURCE, [peer_id])
                 plan = [everybody[one] for one in (everybody if chosen is None else chosen)]
                 source = self.source.address if at_source else None
-                member.node.set_neighbours(plan, source, mesh=len(everybody) <= MESH_NODES_MAX)
+                member.node.set_neighbours(plan, source, peers=len(everybody))
 
     async def wait_linked(self, links: int | None = None) -> None:
         """Wait until there are so many links in all (default: all pairs, the source included)."""

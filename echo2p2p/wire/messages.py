@@ -180,11 +180,11 @@ class Neighbour(Message, frozen=True, kw_only=True, tag="neighbour"):
 
 
 class Plan(Message, frozen=True, kw_only=True, tag="plan"):
-    """Orders for one peer, replacing all before. Idle: follow and relay; mesh: all link to all."""
+    """Orders for one peer, replacing all before. Idle: follow and relay; peers: of the run."""
 
     activation: Literal["active", "idle", "drain"]
     neighbours: list[Neighbour]
-    mesh: bool
+    peers: int
     run_state: Literal["running", "finished", "failed"]
 
 

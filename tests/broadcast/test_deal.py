@@ -412,7 +412,7 @@ def test_a_relay_that_passes_nothing_on_is_tried_ever_less_also_over_many_small_
     assert len(tried) <= 12, "not every third payload waits for it"
     assert rates.is_to_try(a, now), "but it is not given up"
     rates.passed_on(a)
-    rates.tried(a, now)
+    rates.dealt(a, now, is_try=True)
     assert rates.is_to_try(a, now + 1.0), "one that works is believed at once"
 
 
@@ -442,3 +442,17 @@ def test_known_relays_do_not_wait_for_those_to_come():
     for relay in RELAYS[:2]:
         deals.rates.of(relay).penalise(2e6)
     assert all(deals.deal(0.0) for _ in range(8))
+
+
+def test_of_many_relays_with_little_to_do_the_quick_are_dealt_most():
+    relays = [PeerId(f"{number:02}") for number in range(50)]
+    deals = Deals(count=401, relays=relays)
+    quick, now = set(relays[::5]), 0.0
+    for _ in range(400):
+        relay, index = deals.deal(now, fanout=4)
+        others = [other for other in relays if other != relay][:4]
+        for other in others:
+            deals.dealer.announced(other, index, now + (0.02 if relay in quick else 0.1))
+        now += 0.11
+    share = sum(len(deals.dealt[relay]) for relay in quick) / 400
+    assert share > 0.7, "beside the first of each, and one try of eight"

@@ -278,3 +278,14 @@ def test_nothing_is_seen_to_any_more_of_a_payload_that_is_whole():
     ours.on_time(1.0)
     offer(ours, A, [0, 1], grace_s=1.0)
     assert ours.next_deadline() == float("inf")
+
+
+@pytest.mark.parametrize(("others", "asked"), [(3, 2), (4, 1)])
+def test_a_slow_link_of_many_is_asked_for_one_chunk_at_a_time(others, asked):
+    ours = picker(A, B, C, *map(PeerId, "de"))
+    offer(ours, A, range(100))
+    bring(ours, [pick for pick in ours.plan(0.0) if pick.link == A], 2.0)
+    bring(ours, [pick for pick in ours.plan(2.0) if pick.link == A], 4.0)
+    for number in range(others):
+        offer(ours, [B, C, PeerId("d"), PeerId("e")][number], range(150, 160), 4.0)
+    assert sum(pick.link == A for pick in ours.plan(4.0)) == asked

@@ -1,4 +1,12 @@
-from echo2p2p.broadcast.relay_rates import TRIES_DOUBLED, TRY_AGAIN_S, RelayRates
+import pytest
+
+from echo2p2p.broadcast.relay_rates import (
+    QUICK_MAX,
+    TRIES_DOUBLED,
+    TRY_AGAIN_S,
+    TRY_EVERY,
+    RelayRates,
+)
 from echo2p2p.ids import PeerId
 
 RELAY = PeerId("a")
@@ -6,7 +14,7 @@ RELAY = PeerId("a")
 
 def pause_s(rates, now):
     """Try the relay; return after how long it is to be tried again."""
-    rates.tried(RELAY, now)
+    rates.dealt(RELAY, now, is_try=True)
     low, high = 0.0, 1000.0
     while high - low > 0.01:
         middle = (low + high) / 2
@@ -33,3 +41,29 @@ def test_what_was_under_way_when_a_line_broke_down_is_one_failure():
     assert pause_s(rates, 3.0) == 2 * TRY_AGAIN_S
     rates.in_vain(RELAY, 3.0, 4.0)
     assert pause_s(rates, 5.0) == 4 * TRY_AGAIN_S
+
+
+def test_before_it_is_measured_a_relay_is_judged_by_its_first_copies():
+    rates = RelayRates()
+    usual = rates.estimate(PeerId("new"))
+    for relay, took_s in (("a", 0.1), ("b", 0.2), ("c", 0.3), ("d", 100.0)):
+        rates.copied(PeerId(relay), took_s, 100_000)
+    a, b, c, d, new = (rates.estimate(PeerId(relay)) for relay in ("a", "b", "c", "d", "new"))
+    assert a == pytest.approx(2 * b) == pytest.approx(3 * c)
+    assert a > new > c > d
+    assert (new, d) == (usual, usual / QUICK_MAX)
+    rates.allowed = {PeerId("a"): usual / 3}
+    assert rates.estimate(PeerId("a")) == usual / 3, "no more than its owner allows"
+    rates.of(PeerId("d")).penalise(8e6)
+    assert rates.estimate(PeerId("d")) == 4e6, "what is measured counts"
+    rates.forget(PeerId("b"))
+    assert rates.estimate(PeerId("b")) == 4e6, "the mean of the measured"
+
+
+def test_one_deal_of_a_few_is_a_try():
+    rates = RelayRates()
+    tries = []
+    for number in range(3 * TRY_EVERY):
+        tries.append(rates.may_try)
+        rates.dealt(RELAY, float(number), is_try=rates.may_try)
+    assert [number for number, is_try in enumerate(tries) if is_try] == [7, 15, 23]

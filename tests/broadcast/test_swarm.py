@@ -431,7 +431,7 @@ def test_who_has_all_says_so_at_once():
 
 def test_outside_a_mesh_everybody_is_told_soon():
     swarm = opened("a", "b", "c")
-    swarm.reach.mesh = False
+    swarm.reach.peers = 17
     storing(swarm, (3, 2))
     assert swarm.on_time(1.051) == [SendHave("b", ID, (2, 3))]
     assert swarm.next_deadline() > 2
@@ -546,7 +546,7 @@ def test_a_chunk_that_an_undialable_peer_pushed_to_us_is_for_its_like_to_ask_for
 
 def test_what_we_are_told_to_ask_for_is_asked_for_at_once():
     swarm = opened("a", "b", held=[0])
-    swarm.reach.mesh = True
+    swarm.reach.peers = 16
     assert swarm.receive_have("a", ID, [5, 6], 1.0) == [], "it is being pushed"
     assert swarm.receive_have("b", ID, [5], 1.1, ask=True) == [SendRequest("b", ID, 5)]
 
@@ -564,21 +564,28 @@ def test_who_comes_a_moment_after_a_chunk_was_dealt_to_us_is_pushed_it_too():
     assert swarm.receive_want("c", ID, late) == [SendHave("c", ID, (0, 3))], "it pulls"
 
 
-def test_outside_a_mesh_a_chunk_is_pushed_to_two_only():
-    peers = [f"p{i:02}" for i in range(20)]
-    swarm = opened(SOURCE, *peers, held=[0])
-    swarm.reach.mesh = False
-    for link in peers:
+@pytest.mark.parametrize(("peers", "times"), [(17, 2), (24, 2), (40, 4), (1000, 6)])
+def test_outside_a_mesh_a_chunk_is_pushed_to_a_few_only(peers, times):
+    neighbours = [f"p{i:02}" for i in range(16)]
+    swarm = opened(SOURCE, *neighbours, held=[0])
+    swarm.reach.peers = peers
+    for link in neighbours:
         swarm.receive_want(link, ID, 0.0)
     swarm.chunk_arrived(SOURCE, ID, 5, CHUNK, 1.0)
     effects = swarm.chunks_stored(ID, [5], 1.0)
-    assert sum(isinstance(effect, SendChunk) for effect in effects) == 2
+    assert sum(isinstance(effect, SendChunk) for effect in effects) == times
+
+
+def test_outside_a_mesh_what_is_announced_is_asked_for_at_once():
+    swarm = opened("a", "b", held=[0])
+    swarm.reach.peers = 17
+    assert swarm.receive_have("a", ID, [5], 1.0) == [SendRequest("a", ID, 5)]
 
 
 @pytest.mark.parametrize("mesh", [True, False])
 def test_outside_a_mesh_the_source_is_told_of_a_chunk_and_who_lacks_it(mesh):
     swarm = opened(SOURCE, "a", "b", "c", held=[0])
-    swarm.reach.mesh = mesh
+    swarm.reach.peers = 16 if mesh else 17
     for link in (SOURCE, "a", "b", "c"):
         swarm.receive_want(link, ID, 0.0)
     swarm.receive_have("a", ID, [5], 0.9)

@@ -91,3 +91,12 @@ def test_a_closed_link_gives_its_turn_back():
     uploads.close(PeerId("a"), 0.1)
     assert uploads.may_start(0.1)
     assert list(uploads.in_turn()) == []
+
+
+def test_the_quickest_come_first_among_those_with_nothing_to_wait_for():
+    uploads = Uploads(SwarmSettings(), random.Random(0))
+    for link in "abcd":
+        uploads.open(PeerId(link))
+    rates = {"a": 1e5, "b": 1e6, "c": None, "d": 1e7}
+    uploads.queue(PeerId("d"), (ID, 1), live=True)
+    assert uploads.quickest([*map(PeerId, "abcd")], rates.get) == ["b", "a", "c", "d"]

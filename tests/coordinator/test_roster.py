@@ -424,11 +424,11 @@ async def test_in_a_large_run_newcomers_have_neighbours_at_once_and_plans_wait_f
     async with open_bench(disk, membership=settings) as bench, trio.open_nursery() as nursery:
         nursery.start_soon(bench.roster.run)
         replies = [await bench.join(f"p{number}") for number in range(MESH_NODES_MAX)]
-        assert all(reply.plan.mesh for reply in replies)
+        assert [reply.plan.peers for reply in replies] == [*range(1, MESH_NODES_MAX + 1)]
         planned.clear()
         for number in range(30):
             plan = (await bench.join(f"late{number}")).plan
-            assert not plan.mesh
+            assert plan.peers > MESH_NODES_MAX
             assert len(plan.neighbours) == 1 + 4
             assert all(neighbour.address for neighbour in plan.neighbours)
         assert planned == []

@@ -84,7 +84,7 @@ async def linked():
                 Neighbour(peer_id=net.peer_id(one), address=net.members[one].address)
                 for one in others
             ]
-            net.members[name].node.set_neighbours(known, net.source.address, mesh=True)
+            net.members[name].node.set_neighbours(known, net.source.address, peers=2)
 
         yield net, plan
         nursery.cancel_scope.cancel()

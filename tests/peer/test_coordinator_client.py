@@ -47,7 +47,7 @@ BEAT = HeartbeatReply(
     now_s=0.0,
     latest_version=None,
     outcomes=[],
-    plan=Plan(activation="active", neighbours=[], mesh=True, run_state="running"),
+    plan=Plan(activation="active", neighbours=[], peers=1, run_state="running"),
 )
 UPLOADED = UploadReply(outcome=Outcome(lease_id="l", accepted=True, reason=None), duplicate=False)
 ANSWERS: dict[str, Message] = {

@@ -408,7 +408,7 @@ class Linked(Subject):
             relays = RelayNet(nursery, self.network.streams)
             self.source = (await relays.start("source")).node
             nursery.start_soon(self.relay.run)
-            self.relay.set_neighbours([], relays.source.address, mesh=True)
+            self.relay.set_neighbours([], relays.source.address, peers=1)
             await trio.sleep(1.0)
             assert self.relay.statistics().links
             self.began_s = trio.current_time()
