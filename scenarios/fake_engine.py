@@ -222,15 +222,14 @@ class FakeEngine:
 
     async def _stretch(self, tokens: int) -> int:
         """Generate until interrupted; return how many tokens of each sample that were."""
-        began = trio.current_time()
         with trio.CancelScope() as self._stretching:
             await self._life.spend(tokens * self._seconds_per_token)
         stopped, self._stretching = self._stretching.cancelled_caught, None
         if not stopped:
             return tokens
+        left = self._life.left_s / max(1e-9, self._seconds_per_token)
         await self._life.spend(0)
-        spent = (trio.current_time() - began) / max(1e-9, self._seconds_per_token)
-        return min(tokens, int(spent) + 1)
+        return min(tokens, int(tokens - left) + 1)
 
     def interrupt(self) -> None:
         """See `Engine`."""

@@ -6,7 +6,8 @@ All hold to the same ports and the same conformance tests as the real ones.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Final
@@ -46,16 +47,39 @@ class CharacterTokenizer:
 
 
 class Pace:
-    """How fast a machine works; a scenario slows it down or stops it.
-
-    Attributes:
-        factor: Durations are so many times as long.
-    """
+    """How fast a machine works; a scenario slows it down or stops it."""
 
     def __init__(self) -> None:
-        self.factor = 1.0
+        self._factor = 1.0
+        self._work: dict[trio.CancelScope, None] = {}
+        """Under way; each ends by its deadline."""
         self._running = trio.Event()
         self._running.set()
+
+    @property
+    def factor(self) -> float:
+        """Durations are so many times as long; what is left of work under way, too."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, factor: float) -> None:
+        for scope in self._work:
+            scope.deadline = trio.current_time() + self.left_s(scope) * factor
+        self._factor = factor
+
+    def left_s(self, scope: trio.CancelScope) -> float:
+        """Return what is left of a `work`, in seconds at a factor of 1."""
+        return max(0.0, scope.deadline - trio.current_time()) / self._factor
+
+    @contextmanager
+    def work(self, seconds: float) -> Iterator[trio.CancelScope]:
+        """Cancel what is inside after so many seconds at a factor of 1."""
+        with trio.move_on_after(seconds * self._factor) as scope:
+            self._work[scope] = None
+            try:
+                yield scope
+            finally:
+                del self._work[scope]
 
     def stop(self) -> None:
         """Let nothing end from now on, as SIGSTOP would."""
@@ -78,6 +102,8 @@ class Life:
         self.name = name
         self.over = trio.Event()
         self.cause = ""
+        self.left_s = 0.0
+        """Of the last `spend`, if it was cut off."""
         self._pace = pace or Pace()
 
     def end(self, cause: str) -> None:
@@ -93,8 +119,11 @@ class Life:
             ChildError: The part ended before or meanwhile.
         """
         await trio.lowlevel.checkpoint()
-        with trio.move_on_after(seconds * self._pace.factor):
-            await self.over.wait()
+        with self._pace.work(seconds) as scope:
+            try:
+                await self.over.wait()
+            finally:
+                self.left_s = self._pace.left_s(scope)
         await self._pace.wait_running()
         if self.over.is_set():
             raise ChildError(self.name, self.cause)

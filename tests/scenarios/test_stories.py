@@ -18,6 +18,7 @@ SWARM_SEEDS = {
     20: "segments that overtake each other where the clock has ticks",
     27: "a coordinator dies between serving a version and saying so",
     36: "an engine hangs on a machine that is slow",
+    206: "a batch that begins on a slow machine, which is slow no longer",
     231: "all twelve peers depart, one after the other",
     714: "the only peer departs",
 }
