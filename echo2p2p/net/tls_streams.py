@@ -12,7 +12,8 @@ strangers. Refused: who shows no certificate, one of another authority, or speak
 `trio.SSLStream` does the same, for any protocol on top; here one reader and one writer are known to
 be all, so that a read is one look at the socket and takes all records that are there. In bursts of
 two packets, as shaped lines deliver, reading in TLS costs 1.5 ms a megabyte more than plain, and
-3.5 there; sixteen peers on two cores are at their limit. OpenSSL does all of the protocol in either.
+3.5 there; and sixteen peers on two cores are at their limit. In either, OpenSSL does all of the
+protocol.
 
 Rejected: a handshake inside of `dial` and `listen`, where silent strangers would hold places that
 nobody counts; ``close_notify`` (RFC 8446 wants it against cut-off messages, but frames carry their
