@@ -316,7 +316,8 @@ class Trainer:
         count = self._settings.rollouts.prompts_per_step
         while not self._stopping:
             await self._publish_if_due(learner, nursery)
-            await self._intake.drop(self._queue.drop_stale(self._state.step))
+            while stale := self._queue.drop_stale(self._state.step):
+                await self._intake.drop(stale)  # while more may be scored that are too old
             if (groups := self._queue.take(self._state.step, count)) is not None:
                 return groups
             await self._state.changed.park()
