@@ -24,6 +24,8 @@ CONVERGE_S: Final = 60.0
 an anchor over a thin line."""
 AFTER_S: Final = 10.0
 FAULTS_MAX: Final = 6
+DELIVERIES_MAX: Final = 600
+"""Of versions to peers; each costs 5 to 10 ms of real time."""
 
 Drawn = dict[str, Any]
 
@@ -75,12 +77,21 @@ def draw_tables(rng: random.Random) -> Drawn:
         changed = story["world"]["learner_changed_share"]
         story["world"]["learner_changed_share"] = min(changed, 0.02)
         story["settings"]["weights"]["chunk_bytes_min"] = 16_384
+    _slow_down(story)
     if any(fault["fault"] == "depart" for fault in story["nemesis"]):
         # Departures are for good, and draws may add up to all: then nobody could go on.
         groups.append(_draw_group(rng, 0) | {"name": "late", "count": 1, "joins_s": heal_s})
         if sum(group["count"] for group in groups) > PEERS_MAX:
             max(groups, key=lambda group: group["count"])["count"] -= 1
     return story
+
+
+def _slow_down(story: Drawn) -> None:
+    """Let a learner that is fast for so many peers be slower, or the world takes half a minute."""
+    world, rollouts = story["world"], story["settings"]["rollouts"]
+    peers = sum(group["count"] for group in story["peers"])
+    least_s = peers * world["stop_s"] / (rollouts["publication_period"] * DELIVERIES_MAX)
+    world["learner_step_s"] = max(world["learner_step_s"], least_s)
 
 
 def _draw_group(rng: random.Random, number: int) -> Drawn:

@@ -13,7 +13,6 @@ from echo2p2p.ids import ManifestId
 from echo2p2p.limits import LINK_SEND_TIMEOUT_S
 from echo2p2p.net.departure import DepartingStream
 from echo2p2p.net.shaping import SLICE_BYTES_MAX, Shaper
-from echo2p2p.net.tls_streams import TlsStream
 from echo2p2p.wire.frames import Event, FrameDecoder, encode_frame
 from echo2p2p.wire.messages import Chunk, RelayFrame
 
@@ -39,7 +38,7 @@ class FrameStream:
         shaper: Shaper | None = None,
     ) -> None:
         self._stream = stream
-        below = stream.transport_stream if isinstance(stream, TlsStream) else stream
+        below = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
         self.departing = below if isinstance(below, DepartingStream) else None
         """What carries the stream, if it knows when bytes have left and not only been taken."""
         self._decoder = FrameDecoder()

@@ -1,14 +1,12 @@
 """Relay links in TLS over real sockets: who is let in, who is not, and what crosses the wire."""
 
 import contextlib
-import random
 import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
 import trio
-import trio.testing
 
 from echo2p2p.errors import ConfigError, LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE
@@ -20,8 +18,7 @@ from echo2p2p.net.payloads import RelaySettings
 from echo2p2p.net.ports import Endpoint, Streams, TlsServer
 from echo2p2p.net.system import SystemClock
 from echo2p2p.net.tcp import TcpStreams
-from echo2p2p.net.tls import link_contexts
-from echo2p2p.net.tls_streams import TlsStream, TlsStreams
+from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.testing.journal import Entry
 from echo2p2p.testing.relays import RUN_ID, RelayNet, RunKeys
 from echo2p2p.wire.handshake import Self
@@ -358,67 +355,3 @@ async def test_who_shows_a_card_that_is_not_its_certificates_is_told_so() -> Non
         await net.start("source")
         with pytest.raises(LinkError, match="refused by the other side: not_a_member"):
             await link_to_source(net, in_tls(KEYS.leaf("thief")), me("p0"))
-
-
-# --- the stream ---------------------------------------------------------------------------------
-
-
-async def linked() -> tuple[TlsStream, TlsStream]:
-    left, right = trio.testing.memory_stream_pair()
-    ours, theirs = (link_contexts(KEYS.leaf(name)) for name in ("p0", "p1"))
-    one = TlsStream(left, ours[0], server_side=False)
-    other = TlsStream(right, theirs[1], server_side=True)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(one.do_handshake)
-        nursery.start_soon(other.do_handshake)
-    return one, other
-
-
-@pytest.mark.slow
-async def test_it_keeps_what_trio_wants_of_a_stream() -> None:
-    await trio.testing.check_two_way_stream(linked, None)
-
-
-@pytest.mark.parametrize("bursts", [1, 7, 2_900, 100_000])
-@pytest.mark.parametrize("max_bytes", [1_000, 16_384, 1_000_000])
-async def test_all_bytes_come_in_their_order_however_they_are_cut(bursts, max_bytes) -> None:
-    one, other = await linked()
-    sent = random.Random(bursts).randbytes(5_000 if bursts < 100 else 300_000)
-    carrier = one.transport_stream
-    send_all = carrier.send_all
-
-    async def in_bursts(data: bytes) -> None:
-        for start in range(0, len(data), bursts):
-            await send_all(data[start : start + bursts])
-            await trio.lowlevel.checkpoint()
-
-    carrier.send_all = in_bursts
-
-    async def send() -> None:
-        await one.send_all(sent[:100])
-        await one.send_all(memoryview(sent)[100:])
-        await one.aclose()
-
-    got = bytearray()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(send)
-        while part := await other.receive_some(max_bytes):
-            assert len(part) <= max_bytes
-            got += part
-    assert bytes(got) == sent
-    assert await other.receive_some() == b"", "the end stays"
-
-
-async def test_what_is_read_at_once_is_what_has_come() -> None:
-    one, other = await linked()
-    await one.send_all(bytes(60_000))
-    assert len(await other.receive_some(256 * 1024)) == 60_000, "four records, one look"
-
-
-async def test_a_read_that_is_cancelled_loses_nothing() -> None:
-    one, other = await linked()
-    with trio.move_on_after(0.01) as scope:
-        await other.receive_some()
-    assert scope.cancelled_caught
-    await one.send_all(b"whole")
-    assert await other.receive_some() == b"whole"
