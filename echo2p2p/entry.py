@@ -17,6 +17,8 @@ def enter(module: str, argv: Sequence[str] | None = None) -> int:
     """Import a module and run its ``main(argv)``; returns the exit code."""
     # Imports take a while; a Ctrl-C meanwhile ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.stdout is None:  # closed before we began
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         code = int(import_module(module).main(argv))
         sys.stdout.flush()

@@ -20,6 +20,13 @@ def run_unread(*words):
     return done.returncode, done.stderr
 
 
+def test_output_that_was_closed_before_is_no_error():
+    command = [sys.executable, "-m", "scenarios", "list"]
+    closing = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closing, stderr=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -52,6 +52,8 @@ class RelayRates:
         self._copying: dict[PeerId, float] = {}
         """How fast copies were made, the way there and back included: of deals to relays without
         work, bytes per second."""
+        self._usual = 0.0
+        """The mean of these; estimates are made for each relay and each deal."""
         self._next_try_s: dict[PeerId, float] = {}
         self._deals_since_try = 0
         self._in_vain: Counter[PeerId] = Counter()
@@ -67,7 +69,8 @@ class RelayRates:
     def forget(self, relay: PeerId) -> None:
         """The relay left."""
         self._rates.pop(relay, None)
-        self._copying.pop(relay, None)
+        if self._copying.pop(relay, None):
+            self._average()
         self._next_try_s.pop(relay, None)
         self._in_vain.pop(relay, None)
         self._failed_s.pop(relay, None)
@@ -83,6 +86,10 @@ class RelayRates:
     def copied(self, relay: PeerId, took_s: float, count: int) -> None:
         """It has made copies of ``count`` bytes in all, of a chunk dealt when it had no work."""
         self._copying[relay] = mean_of(self._copying.get(relay, math.inf), count / took_s)
+        self._average()
+
+    def _average(self) -> None:
+        self._usual = sum(self._copying.values()) / max(1, len(self._copying))
 
     def is_to_try(self, relay: PeerId, now: float) -> bool:
         """Return whether to deal to it, if it has nothing to do, however slow it seems."""
@@ -135,8 +142,7 @@ class RelayRates:
         own = self._copying.get(relay)
         if own is None:
             return 1.0
-        usual = sum(self._copying.values()) / len(self._copying)
-        return min(QUICK_MAX, max(1 / QUICK_MAX, own / usual))
+        return min(QUICK_MAX, max(1 / QUICK_MAX, own / self._usual))
 
     def relays(self, relay: PeerId) -> bool:
         """Return whether it passes anything on; one of which nothing is known does."""

@@ -43,6 +43,15 @@ async def generate(bench: Bench) -> None:
             await bench.upload(member, right_answers(lease, member.incarnation))
 
 
+async def run(trainer: Trainer, bench: Bench, nursery: trio.Nursery) -> None:
+    """Run to the end, with one peer; everything of the nursery ends then."""
+    nursery.start_soon(bench.intake.run)
+    nursery.start_soon(generate, bench)
+    with trio.fail_after(5_000):
+        await trainer.run()
+    nursery.cancel_scope.cancel()
+
+
 def make_trainer(bench, rollouts, publisher, saved, *, record=lambda record: None):
     settings = Settings.model_validate({"run": {"steps": STEPS}, "rollouts": rollouts})
 
@@ -86,11 +95,7 @@ async def test_a_publisher_that_stays_busy_never_locks_the_run_up(
     async with open_bench(SimDisk(), rollouts=rollouts) as bench, trio.open_nursery() as nursery:
         publisher = SlowPublisher(bench, busy_s=100.0)
         trainer = make_trainer(bench, rollouts, publisher, saved)
-        nursery.start_soon(bench.intake.run)
-        nursery.start_soon(generate, bench)
-        with trio.fail_after(5_000):
-            await trainer.run()
-        nursery.cancel_scope.cancel()
+        await run(trainer, bench, nursery)
     assert bench.state.step == STEPS
     assert publisher.published[-1] == STEPS, "the last weights are published in any case"
     assert publisher.published == sorted(set(publisher.published))
@@ -126,11 +131,7 @@ async def test_a_group_that_is_scored_while_stale_ones_are_dropped_is_not_traine
         monkeypatch.setattr(bench.intake, "drop", drop_slowly)
         publisher = SlowPublisher(bench, busy_s=0.0)
         trainer = make_trainer(bench, rollouts, publisher, {}, record=let_one_go)
-        nursery.start_soon(bench.intake.run)
-        nursery.start_soon(generate, bench)
-        with trio.fail_after(5_000):
-            await trainer.run()
-        nursery.cancel_scope.cancel()
+        await run(trainer, bench, nursery)
     assert bench.state.step == STEPS
     assert held == []
     dropped = bench.journal.named("group.dropped")
