@@ -4,7 +4,8 @@ These are the figures of `scenarios.costs`, by which the virtual world charges f
 compared with real processes. CPU time says the same on a busy machine, more or less. Work that is
 offloaded is timed while two short runs are played in virtual time, one with a model of 0.1 MB and
 one of 2.1 MB, of which a tenth changes in each step; a line through both gives the cost of a
-megabyte.
+megabyte. The same two are then played by real processes for what the rest costs
+(`scenarios.live_costs`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import sys
 import time  # noqa: TID251 - a benchmark reads CPU clocks
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -26,18 +26,17 @@ import trio
 
 from coordinator.learner.base import LearnerSetup, TrainBatch
 from echo2p2p.ids import Step
-from echo2p2p.net.aio import AioHttpClients, AioHttpServer, open_aio
-from echo2p2p.net.ports import Endpoint, Request, Response, Route, TlsClient
+from echo2p2p.net.ports import Endpoint
 from echo2p2p.net.system import ThreadOffload
 from echo2p2p.net.tcp import TcpStreams
 from echo2p2p.net.tls_streams import TlsStreams
 from echo2p2p.testing.clock import run_virtual
-from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.relays import RunKeys
 from echo2p2p.testing.system import SimEntropy
-from scenarios import bench_report
+from scenarios import bench_report, live_costs
 from scenarios.costs import MEASURED, Cores, name_of
 from scenarios.fake_learner import PARAMETERS, FakeLearner
+from scenarios.machines import WorldSpec
 from scenarios.story import load_story
 from scenarios.world import World
 
@@ -45,14 +44,13 @@ T = TypeVar("T")
 STORY: Final = "live/steady"
 BALLASTS: Final = (0, 1_000_000)
 STARTS: Final = 3
-REQUESTS: Final = 200
 HANDSHAKES: Final = 30
 JOBS: Final = 500
 STEPS: Final = 10
 STOP_S: Final = 40.0
+LIVE_S: Final = 20.0
 SEED: Final = 7
 STEP: Final = "a learner's step"
-BODY: Final = b"x" * 1000
 HERE: Final = Endpoint("127.0.0.1", 0)
 
 
@@ -87,9 +85,15 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Measure."""
     del arguments
     works = [await trio.to_thread.run_sync(_work, ballast) for ballast in BALLASTS]
+    few, many = [
+        await live_costs.measure(_spec(ballast), step_s=work[STEP], seconds=LIVE_S)
+        for ballast, work in zip(BALLASTS, works, strict=True)
+    ]
+    each = live_costs.solve(few, many)
     return {
         "start_ms": round(1000 * await trio.to_thread.run_sync(_start_s), 3),
-        "exchange_ms": round(1000 * await _exchange_s(), 3),
+        "exchange_ms": round(1000 * each.exchange_s, 3),
+        "piece_ms": round(1000 * each.piece_s, 3),
         "handshake_ms": round(1000 * await _handshake_s(), 3),
         "job_ms": round(1000 * await _job_s(), 3),
         "work": _lines(*works),
@@ -109,30 +113,6 @@ def _start_s() -> float:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return min(found)
-
-
-async def _exchange_s() -> float:
-    """Return what a request in TLS takes, both ends, on a connection that is there."""
-    material, journal = RunKeys().leaf("source"), TraceJournal()
-
-    async def answer(request: Request) -> Response:
-        await trio.lowlevel.checkpoint()
-        return Response(200, request.body)
-
-    async with AsyncExitStack() as stack:
-        aio = await stack.enter_async_context(open_aio(journal))
-        routes = (Route("POST", "/", answer, 10 * len(BODY)),)
-        server = AioHttpServer(aio, material, journal)
-        at = await stack.enter_async_context(server.serve(routes, HERE))
-        trusted = TlsClient(material.authority)
-        clients = AioHttpClients(aio)
-        url = f"https://{at.host}:{at.port}"
-        http = await stack.enter_async_context(clients.connect(url, trusted))
-        await http.request("POST", "/", body=BODY, timeout_s=10.0)
-        began_s = time.process_time()
-        for _ in range(REQUESTS):
-            await http.request("POST", "/", body=BODY, timeout_s=10.0)
-        return (time.process_time() - began_s) / REQUESTS
 
 
 async def _handshake_s() -> float:
@@ -172,12 +152,17 @@ async def _job_s() -> float:
     return (time.process_time() - began_s) / JOBS
 
 
-def _work(ballast: int) -> dict[str, float]:
-    """Return what each kind of work takes with a model of so many more weights, in seconds."""
+def _spec(ballast: int) -> WorldSpec:
+    """Return the story's world, with a model of so many more weights."""
     story = load_story(STORY)
     world = story.world.model_copy(update={"model_ballast": ballast})
     draws = SimEntropy(f"story {SEED}")
-    spec = story.model_copy(update={"world": world}).draw(draws.rng("world"))
+    return story.model_copy(update={"world": world}).draw(draws.rng("world"))
+
+
+def _work(ballast: int) -> dict[str, float]:
+    """Return what each kind of work takes with a model of so many more weights, in seconds."""
+    spec = _spec(ballast)
     cores = _TimedCores()
 
     async def main() -> None:

@@ -2,9 +2,9 @@
 
 In virtual time work takes none: only lines, distance and the scripted models do. A live story has
 all its processes on a few cores, where each must start, shake hands, encode and apply. `Cores` are
-those cores: whoever works has one, others wait. Every duration here is CPU time, so that a machine
-that is busy with other things has not spoilt it; ``echo2-scenario bench costs`` measures them all.
-What is not here (the kernel's part of a packet, a chunk on its way) was too small to show.
+those cores: whoever works has one, others wait; and a `Process` does one thing after another, but
+for what it offloads. Every duration here is CPU time, so that a machine that is busy with other
+things has not spoilt it; ``echo2-scenario bench costs`` measures them all.
 
 Rejected: a factor on every duration, which would fit one story and say nothing of the next; and to
 charge what the work takes while it is played, by which a seed would no longer be one run.
@@ -12,23 +12,15 @@ charge what the work takes while it is played, by which a seed would no longer b
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
 import trio
 
-from echo2p2p.net.ports import (
-    Accept,
-    Endpoint,
-    HttpClient,
-    HttpClients,
-    Response,
-    Streams,
-    TlsClient,
-)
+from echo2p2p.net.ports import HttpClients, HttpServer, Streams
+from scenarios.worked_ports import WorkedClients, WorkedServer, WorkedStreams
 
 T = TypeVar("T")
 
@@ -41,7 +33,10 @@ class Costs:
     start_s: float
     """From the start of a process until it does something."""
     exchange_s: float
-    """Of an HTTP request in TLS and its answer, both ends together."""
+    """Of an HTTP request in TLS and its answer, with what both ends do for it; half at each."""
+    piece_s: float
+    """Of what is written to a relay link in TLS at once, or read from it, with all that is done
+    with it: digests, decisions, announcements, a chunk's way to the disk."""
     handshake_s: float
     """Of a new relay link in TLS, both ends together."""
     job_s: float
@@ -68,7 +63,8 @@ class PerMb:
 MEASURED: Final = Costs(
     cores=2,
     start_s=1.06,
-    exchange_s=0.0006,
+    exchange_s=0.0045,
+    piece_s=0.00033,
     handshake_s=0.003,
     job_s=0.0001,
     work={
@@ -100,11 +96,6 @@ class Cores:
         self._state_mb = state_mb
         self._free = trio.Semaphore(costs.cores if costs else 1)
 
-    async def start_process(self) -> None:
-        """Let a process come up."""
-        if self._costs is not None:
-            await self._spend(self._costs.start_s)
-
     def step_s(self, step_s: float) -> float:
         """Return what a learner's step takes in all."""
         return step_s + (self._costs.step.of(self._state_mb) if self._costs else 0.0)
@@ -116,89 +107,64 @@ class Cores:
         if self._costs is not None:
             with trio.CancelScope(shield=True):  # a thread is waited for
                 more = self._costs.work.get(name_of(work))
-                await self._spend(self._costs.job_s + (more.of(self._state_mb) if more else 0.0))
+                await self.spend(self._costs.job_s + (more.of(self._state_mb) if more else 0.0))
         await trio.lowlevel.checkpoint_if_cancelled()
         return result
 
-    def streams(self, streams: Streams) -> Streams:
-        """Return the same, with a TLS handshake at the beginning of each."""
-        return streams if self._costs is None else _Shaken(streams, self)
-
-    def clients(self, clients: HttpClients) -> HttpClients:
-        """Return the same, with what each request costs."""
-        return clients if self._costs is None else _Charged(clients, self)
-
-    async def shake_hands(self) -> None:
-        """Let two processes make a TLS connection."""
-        if self._costs is not None:
-            await self._spend(self._costs.handshake_s)
-
-    async def exchange(self) -> None:
-        """Let two processes read and write a request."""
-        if self._costs is not None:
-            await self._spend(self._costs.exchange_s)
-
-    async def _spend(self, seconds: float) -> None:
+    async def spend(self, seconds: float) -> None:
+        """Have a core for so long."""
         async with self._free:
             await trio.sleep(seconds)
 
+    def process(self) -> Process:
+        """Return another process on these cores."""
+        return Process(self, self._costs)
 
-class _Shaken:
-    """`Streams` whose connections take a round trip more, and work."""
 
-    def __init__(self, streams: Streams, cores: Cores) -> None:
-        self._streams = streams
+class Process:
+    """One process: its main thread does one thing at a time.
+
+    Args:
+        cores: Of its machine.
+        costs: Of what it does; ``None``: nothing costs anything.
+    """
+
+    def __init__(self, cores: Cores, costs: Costs | None) -> None:
         self._cores = cores
+        self._costs = costs
+        self._thread = trio.Lock()
 
-    async def dial(self, endpoint: Endpoint, *, timeout_s: float) -> trio.abc.Stream:
-        """See `Streams`."""
-        began_s = trio.current_time()
-        stream = await self._streams.dial(endpoint, timeout_s=timeout_s)
-        try:
-            await trio.sleep(trio.current_time() - began_s)  # TLS 1.3: one more of what TCP took
-            await self._cores.shake_hands()
-        except trio.Cancelled:
-            await trio.aclose_forcefully(stream)
-            raise
-        return stream
+    async def start(self) -> None:
+        """Come up."""
+        if self._costs is not None:
+            await self._cores.spend(self._costs.start_s)
 
-    def listen(self, endpoint: Endpoint, accept: Accept) -> AbstractAsyncContextManager[Endpoint]:
-        """See `Streams`."""
-        return self._streams.listen(endpoint, accept)
+    def streams(self, streams: Streams) -> Streams:
+        """Return the same, with a TLS handshake at the beginning of each, and work in each."""
+        if self._costs is None:
+            return streams
+        return WorkedStreams(streams, self._shake_hands, partial(self.work, self._costs.piece_s))
 
+    def clients(self, clients: HttpClients) -> HttpClients:
+        """Return the same, with what each request costs."""
+        if self._costs is None:
+            return clients
+        return WorkedClients(clients, partial(self.work, self._costs.exchange_s / 2))
 
-class _Charged:
-    """`HttpClients` whose requests are work."""
+    def server(self, server: HttpServer) -> HttpServer:
+        """Return the same, with what each answer costs."""
+        if self._costs is None:
+            return server
+        return WorkedServer(server, partial(self.work, self._costs.exchange_s / 2))
 
-    def __init__(self, clients: HttpClients, cores: Cores) -> None:
-        self._clients = clients
-        self._cores = cores
+    async def _shake_hands(self, dial_s: float) -> None:
+        """Make a connection a TLS one."""
+        assert self._costs is not None
+        await trio.sleep(dial_s)  # TLS 1.3: one round trip more, as TCP took
+        await self.work(self._costs.handshake_s)
 
-    @asynccontextmanager
-    async def connect(self, url: str, tls: TlsClient | None) -> AsyncIterator[HttpClient]:
-        """See `HttpClients`."""
-        async with self._clients.connect(url, tls) as client:
-            yield _ChargedClient(client, self._cores)
-
-
-class _ChargedClient:
-    """`HttpClient` of one server."""
-
-    def __init__(self, client: HttpClient, cores: Cores) -> None:
-        self._client = client
-        self._cores = cores
-
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes = b"",
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float,
-    ) -> Response:
-        """See `HttpClient`."""
-        await self._cores.exchange()
-        return await self._client.request(
-            method, path, body=body, headers=headers, timeout_s=timeout_s
-        )
+    async def work(self, seconds: float) -> None:
+        """Work in the main thread; not to be cancelled, as work is not."""
+        with trio.CancelScope(shield=True):
+            async with self._thread:
+                await self._cores.spend(seconds)

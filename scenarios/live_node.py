@@ -44,6 +44,7 @@ from scenarios.fake_learner import FakeLearner
 from scenarios.false_uploads import Loot, WatchedHttp
 from scenarios.lies import Lies, WatchedStreams
 from scenarios.live_fakes import CheckpointFiles, make_model
+from scenarios.live_usage import Meter
 from scenarios.parts import InlineTaskWorker, Pace
 from scenarios.record import Record
 
@@ -63,6 +64,8 @@ class CoordinatorPart(msgspec.Struct, frozen=True):
     ballast: int
     trained: str
     """File of what the learner has consumed."""
+    usage: str = ""
+    """File for what the process uses (`scenarios.live_usage`); empty: nobody counts."""
 
 
 class PeerPart(msgspec.Struct, frozen=True):
@@ -80,6 +83,8 @@ class PeerPart(msgspec.Struct, frozen=True):
     """Whether its frames may be twisted; not with TLS."""
     record: str
     """File of what it was told."""
+    usage: str = ""
+    """See `CoordinatorPart.usage`."""
 
 
 class Orders(msgspec.Struct):
@@ -195,14 +200,20 @@ async def peer_machine(
 
     async with open_peer(settings, journal) as real, trio.open_nursery() as nursery:
         nursery.start_soon(listen)
-        streams = real.streams
+        streams, http, offload = real.streams, real.http, real.offload
+        if part.usage:
+            meter = Meter(Path(part.usage))
+            nursery.start_soon(meter.run)
+            streams, http = meter.streams(streams), meter.clients(http)
+            offload = meter.offload(offload)
         if part.can_lie:
             streams = WatchedStreams(streams, body.lies, lambda _: None)
         yield replace(
             real,
             clock=body.clock,
             streams=streams,
-            http=WatchedHttp(real.http, settings.name, body.lies, record, Loot()),
+            offload=offload,
+            http=WatchedHttp(http, settings.name, body.lies, record, Loot()),
             make_engine=body.make_engine,
             engine_kind="fake",
         )
@@ -246,7 +257,18 @@ async def coordinator_machine(
 
     async with open_coordinator(settings, journal) as real, trio.open_nursery() as nursery:
         nursery.start_soon(listen)
-        yield replace(real, make_learner=make_learner, make_task_worker=InlineTaskWorker)
+        streams, offload = real.streams, real.offload
+        if part.usage:
+            meter = Meter(Path(part.usage))
+            nursery.start_soon(meter.run)
+            streams, offload = meter.streams(streams), meter.offload(offload)
+        yield replace(
+            real,
+            streams=streams,
+            offload=offload,
+            make_learner=make_learner,
+            make_task_worker=InlineTaskWorker,
+        )
         nursery.cancel_scope.cancel()
 
 

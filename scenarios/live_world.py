@@ -39,7 +39,7 @@ from scenarios.fake_learner import FakeLearner
 from scenarios.live_load import Load
 from scenarios.live_network import LiveNetwork
 from scenarios.machines import Machine
-from scenarios.world import COORDINATOR, RELAY_PORT, World, WorldSpec
+from scenarios.world import COORDINATOR, RELAY_PORT, PeerSpec, World, WorldSpec
 
 PORT: Final = 7070
 TELL_EVERY_S: Final = 0.1
@@ -88,6 +88,37 @@ def lines_of(spec: WorldSpec) -> list[Line]:
             for peer in spec.peers
         ),
     ]
+
+
+def coordinator_part(
+    spec: WorldSpec, settings: dict[str, Any], *, trained: Path
+) -> live_node.CoordinatorPart:
+    """Return what the coordinator's process is told."""
+    return live_node.CoordinatorPart(
+        settings=settings,
+        start_s=spec.learner_start_s,
+        step_s=spec.learner_step_s,
+        save_s=spec.learner_save_s,
+        changed_share=spec.learner_changed_share,
+        ballast=spec.learner_ballast,
+        trained=str(trained),
+    )
+
+
+def peer_part(
+    spec: PeerSpec, settings: dict[str, Any], *, seed: int, can_lie: bool, record: Path
+) -> live_node.PeerPart:
+    """Return what a peer's process is told."""
+    return live_node.PeerPart(
+        settings=settings,
+        start_s=spec.start_s,
+        load_s=spec.load_s,
+        seconds_per_token=spec.seconds_per_token,
+        lengths=(spec.lengths.low, spec.lengths.high, spec.lengths.tail),
+        seed=seed,
+        can_lie=can_lie,
+        record=str(record),
+    )
 
 
 class LiveWorld(World):
@@ -207,15 +238,7 @@ class LiveWorld(World):
         settings["server"]["tls"] = "on" if self._tls else "off"
         settings["run"]["folder"] = str(place)
         settings["model"]["path"] = str(place / "model")
-        part = live_node.CoordinatorPart(
-            settings=settings,
-            start_s=spec.learner_start_s,
-            step_s=spec.learner_step_s,
-            save_s=spec.learner_save_s,
-            changed_share=spec.learner_changed_share,
-            ballast=spec.learner_ballast,
-            trained=str(self._folder / TRAINED),
-        )
+        part = coordinator_part(spec, settings, trained=self._folder / TRAINED)
         self._fill(COORDINATOR)
         process = await self._spawn(COORDINATOR, part)
         self.learner = cast("FakeLearner", self._learner)
@@ -258,15 +281,12 @@ class LiveWorld(World):
         settings["relay"] |= {"host": host, "public_host": None}
         settings["folder"] = str(self._folder / spec.name)
         settings["metrics"]["port"] = live_eyes.METRICS_PORT
-        return live_node.PeerPart(
-            settings=settings,
-            start_s=spec.start_s,
-            load_s=spec.load_s,
-            seconds_per_token=spec.seconds_per_token,
-            lengths=(spec.lengths.low, spec.lengths.high, spec.lengths.tail),
+        return peer_part(
+            spec,
+            settings,
             seed=self._index[spec.name],
             can_lie=not self._tls,
-            record=str(self._record_of(spec.name)),
+            record=self._record_of(spec.name),
         )
 
     def _record_of(self, name: str) -> Path:

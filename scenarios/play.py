@@ -92,7 +92,7 @@ def play(
     problem: list[str] = []
     try:
         with _rare_collections():
-            run_virtual(main, seed=seed, tick_s=TICK_S)
+            run_virtual(main, seed=seed, tick_s=0.0 if costs else TICK_S)
     except (EchoError, BaseExceptionGroup) as error:
         problem.append(f"{ENDS_WELL}: {told(error)}")
     world = worlds[0]

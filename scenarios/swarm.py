@@ -16,7 +16,7 @@ from scenarios.lies import RELAY_LIES
 from scenarios.story import Story
 
 NAME: Final = "swarm"
-PEERS_MAX: Final = 40
+PEERS_MAX: Final = 24
 HEAL_MIN_S: Final = 15.0
 HEAL_MAX_S: Final = 60.0
 CONVERGE_S: Final = 60.0
@@ -24,7 +24,7 @@ CONVERGE_S: Final = 60.0
 an anchor over a thin line."""
 AFTER_S: Final = 10.0
 FAULTS_MAX: Final = 6
-DELIVERIES_MAX: Final = 600
+DELIVERIES_MAX: Final = 400
 """Of versions to peers; each costs 5 to 10 ms of real time."""
 
 Drawn = dict[str, Any]

@@ -35,7 +35,7 @@ from echo2p2p.wire.frames import Event
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
-from scenarios.costs import Cores
+from scenarios.costs import Cores, Process
 from scenarios.fake_engine import FakeEngine
 from scenarios.fake_learner import PARAMETERS, FakeLearner
 from scenarios.false_uploads import Loot, WatchedHttp
@@ -207,7 +207,8 @@ class World:
         life = f" life {self._coordinator_lives}" if self._coordinator_lives > 1 else ""
         entropy = self.entropy.fork(COORDINATOR + life)
         journal = self.journal.bind(node=COORDINATOR)
-        await self._cores.start_process()
+        process = self._cores.process()
+        await process.start()
         async with self.disk.open_store(STORE, MIGRATIONS) as store:
             ports = CoordinatorPorts(
                 clock=SimClock(),
@@ -215,11 +216,11 @@ class World:
                 journal=journal,
                 offload=self._cores,
                 streams=WatchedStreams(
-                    self._cores.streams(self.network.streams(COORDINATOR)),
+                    process.streams(self.network.streams(COORDINATOR)),
                     self._truth,
                     self._frames.seen,
                 ),
-                make_http_server=lambda _: self.http.server(COORDINATOR, journal),
+                make_http_server=lambda _: process.server(self.http.server(COORDINATOR, journal)),
                 store=store,
                 blobs=self.disk.blobs(),
                 memory=SimSharedMemory(),
@@ -269,8 +270,9 @@ class World:
         outcome: str | None = "killed"
         with machine.process.inside(), trio.CancelScope() as machine.scope:
             await self._opened.wait()
-            await self._cores.start_process()
-            settings, ports = self._peer_settings(machine), self._ports(machine)
+            process = self._cores.process()
+            await process.start()
+            settings, ports = self._peer_settings(machine), self._ports(machine, process)
             machine.app = PeerApp(settings, ports, machine.identity)
             try:
                 outcome = await machine.app.run()
@@ -299,7 +301,7 @@ class World:
             }
         )
 
-    def _ports(self, machine: Machine) -> PeerPorts:
+    def _ports(self, machine: Machine, process: Process) -> PeerPorts:
         spec = machine.spec
         watched = self._frames.seen if machine.honest else _not_seen
         return PeerPorts(
@@ -308,13 +310,13 @@ class World:
             journal=self.journal.bind(node=spec.name),
             offload=self._cores,
             streams=WatchedStreams(
-                self._cores.streams(self.network.streams(spec.name)),
+                process.streams(self.network.streams(spec.name)),
                 machine.lies,
                 watched,
                 hides=spec.nat,
             ),
             http=WatchedHttp(
-                self._cores.clients(self.http.clients(spec.name)),
+                process.clients(self.http.clients(spec.name)),
                 spec.name,
                 machine.lies,
                 self.record,

@@ -2,7 +2,8 @@
 
 `SimHttp` is the network. A machine is a host name; `server(host)` and `clients(host)` are its
 ports. A request takes the latency and its bytes' time each way: over the machines' lines and beside
-everything else there, if `SimLinks` are given; else over lines of its own. A machine can be crashed
+everything else there, if `SimLinks` are given, and over connections that are opened and kept as a
+real client does; else over lines of its own. A machine can be crashed
 (whoever waits for it learns so, later callers are refused until it serves again) or two can be cut
 from each other (whoever waits, waits until the timeout). TLS is off in simulation.
 """
@@ -29,6 +30,8 @@ from echo2p2p.testing.stopping import context_of_now
 FIRST_FREE_PORT: Final = 40_000
 HEAD_BYTES: Final = 300
 """Of a request or an answer, beside its body; TLS and TCP included."""
+IDLE_S: Final = 15.0
+"""A client keeps a connection for so long that it does not use."""
 
 
 @dataclass(eq=False)
@@ -168,6 +171,14 @@ class SimHttp:
         if self._listeners.get(endpoint) is listener:
             del self._listeners[endpoint]
 
+    async def open(self, client: str, server: str) -> None:
+        """Wait until a new connection is there; no time where nobody counts bytes."""
+        if self._links is not None:
+            for sender, receiver in ((client, server), (server, client)):
+                lane = self._links.lane(sender, receiver)
+                lane.is_opening = True
+                await self._links.carry(lane, 0)
+
     async def travel(self, sender: str, receiver: str, length: int, *, more: bool = False) -> None:
         """Wait until ``length`` bytes are there; for ever if the two are cut.
 
@@ -240,6 +251,8 @@ class SimHttpClient:
         self._host = host
         self._endpoint = endpoint
         self._url = f"http://{endpoint.host}:{endpoint.port}"
+        self._idle: list[tuple[float, _Listener]] = []
+        """Connections that nobody uses: since when, and to whom."""
 
     async def request(
         self,
@@ -265,8 +278,22 @@ class SimHttpClient:
             client=self._host,
         )
         with trio.move_on_after(timeout_s):
-            return await self._exchange(request)
+            await self._connect()
+            response = await self._exchange(request)
+            listener = self._network.listener(self._endpoint)
+            if listener is not None:
+                self._idle.append((trio.current_time(), listener))
+            return response
         raise HttpError(f"{self._url}: no answer within {timeout_s:g} s")
+
+    async def _connect(self) -> None:
+        """Take a connection that is idle, or open one; one that fails is not used again."""
+        listener, since_s = self._network.listener(self._endpoint), trio.current_time() - IDLE_S
+        self._idle = [one for one in self._idle if one[0] > since_s and one[1] is listener]
+        if self._idle:
+            self._idle.pop()
+        else:
+            await self._network.open(self._host, self._endpoint.host)
 
     async def _exchange(self, request: Request) -> Response:
         network = self._network

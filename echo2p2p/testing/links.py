@@ -9,7 +9,8 @@ no end, so congestion shows as delay and not as loss; but who has much to send w
 receiver's queue is `QUEUE_S` long, as congestion control would make it.
 
 Machines can be cut from each other, one way or both, or frozen; what is on its way is held back
-and goes on afterwards. Without loss everything follows from the calls made; loss draws from the
+and goes on afterwards, on each lane when its sender tries again: its timer doubles each time (RFC
+6298), so after a cut of 3 s that may take 3 s more. Without loss everything follows from the calls made; loss draws from the
 given generator. No function decides anything whose last bit differs between machines: IEEE 754
 fixes sums, products, quotients and square roots.
 
@@ -44,7 +45,10 @@ a line's next bytes still start where these end."""
 QUEUE_S: Final = 1.0
 """Of a downlink: as long as routers of homes let it become."""
 TIMER_MIN_S: Final = 0.2
-"""Least retransmission timeout, as in Linux."""
+"""Least retransmission timeout, as in Linux: beside the round trip, where that hardly varies."""
+OPENING_TIMER_S: Final = 1.0
+"""Of a connection that is not there yet."""
+TIMER_MAX_S: Final = 120.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,22 @@ class Lane:
     """When the last segment reaches the receiver's line."""
     is_under_way: bool = False
     """The distance is behind it already: what follows a head without waiting for an answer."""
+    is_opening: bool = False
+    """Its connection is not there yet."""
+    lost_s: float = math.inf
+    """When the first segment was held back of those that have not come through since."""
+    again_s: float = -math.inf
+    """When it is sent again, now that nothing holds it back; later ones come after it."""
+
+    def retry_s(self, now: float) -> float:
+        """Return when what was lost is sent again after ``now``."""
+        round_s = 2 * (self.sender.latency_s + self.receiver.latency_s)
+        timer_s = OPENING_TIMER_S if self.is_opening else TIMER_MIN_S + round_s
+        again_s = self.lost_s + timer_s
+        while again_s < now:
+            timer_s = min(2 * timer_s, TIMER_MAX_S)
+            again_s += timer_s
+        return again_s
 
 
 class SimLinks:
@@ -103,7 +123,7 @@ class SimLinks:
         self._cuts: Counter[tuple[str, str]] = Counter()
         self._frozen: Counter[str] = Counter()
         """How often each is cut or frozen: what overlaps has to end as often as it began."""
-        self._held: list[tuple[str, str, Callable[[], None]]] = []
+        self._held: list[tuple[Lane, Callable[[], None]]] = []
         self._at_s = -math.inf
         """When the event that runs now was due."""
 
@@ -139,7 +159,7 @@ class SimLinks:
         self._cuts[sender, receiver] += 1
 
     def heal(self, sender: str, receiver: str) -> None:
-        """End one cut; after the last of them what was held back goes on, in order."""
+        """End one cut; after the last of them what was held back is sent again, in order."""
         assert self._cuts[sender, receiver], f"{sender} and {receiver} are not cut"
         self._cuts[sender, receiver] -= 1
         self._release()
@@ -149,7 +169,7 @@ class SimLinks:
         self._frozen[name] += 1
 
     def thaw(self, name: str) -> None:
-        """End one freeze; after the last of them what was held back goes on, in order."""
+        """End one freeze; after the last of them what was held back is sent again, in order."""
         assert self._frozen[name], f"{name} is not frozen"
         self._frozen[name] -= 1
         self._release()
@@ -239,11 +259,16 @@ class SimLinks:
 
     def hold(self, lane: Lane, arrive: Callable[[], None]) -> bool:
         """Keep a segment's arrival for later if nothing gets through now."""
-        sender, receiver = lane.sender.name, lane.receiver.name
-        is_held = self._is_held(sender, receiver)
-        if is_held:
-            self._held.append((sender, receiver, arrive))
-        return is_held
+        now = self._now()
+        if self._is_held(lane):
+            lane.lost_s = min(lane.lost_s, now)
+            self._held.append((lane, arrive))
+            return True
+        if lane.again_s > now:
+            self.after(lane.again_s - now, arrive)
+            return True
+        lane.lost_s = math.inf
+        return False
 
     def _now(self) -> float:
         """Return the time; while events are worked through, when the present one was due.
@@ -253,17 +278,20 @@ class SimLinks:
         """
         return trio.current_time() if self._at_s == -math.inf else self._at_s
 
-    def _is_held(self, sender: str, receiver: str) -> bool:
+    def _is_held(self, lane: Lane) -> bool:
+        sender, receiver = lane.sender.name, lane.receiver.name
         frozen = self._frozen[sender] or self._frozen[receiver]
         return bool(frozen or self._cuts[sender, receiver])
 
     def _release(self) -> None:
+        now = self._now()
         held, self._held = self._held, []
-        for sender, receiver, arrive in held:
-            if self._is_held(sender, receiver):
-                self._held.append((sender, receiver, arrive))
+        for lane, arrive in held:
+            if self._is_held(lane):
+                self._held.append((lane, arrive))
             else:
-                self.after(0.0, arrive)
+                lane.again_s = lane.retry_s(now)
+                self.after(lane.again_s - now, arrive)
 
     def _losses(self, lane: Lane, size: int) -> tuple[int, float]:
         """Draw what is lost of a segment; return bytes sent again and the seconds that cost."""

@@ -96,8 +96,10 @@ class SimNetwork(SimLinks):
             return None
         other = self._machine(endpoint.host)
         out, back = self.lane(machine.name, other.name), self.lane(other.name, machine.name)
+        out.is_opening = back.is_opening = True
         await self.carry(out, 0)
         await self.carry(back, 0)
+        out.is_opening = back.is_opening = False
         listener = other.listeners.get(endpoint.port)
         if not (listener and other.alive and machine.alive) or other.refuses:
             return None

@@ -2,15 +2,17 @@
 
 import math
 import random
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 
+from echo2p2p.errors import HttpError
 from echo2p2p.net.ports import Endpoint, Response, Route
 from echo2p2p.testing.clock import run_virtual
-from echo2p2p.testing.http import HEAD_BYTES, SimHttp
+from echo2p2p.testing.http import HEAD_BYTES, IDLE_S, SimHttp
 from echo2p2p.testing.journal import TraceJournal
-from echo2p2p.testing.links import AT_ONCE_S, MATHIS, PACKET_BYTES, SEGMENT_BYTES, SimLinks
+from echo2p2p.testing.links import AT_ONCE_S, MATHIS, PACKET_BYTES, SEGMENT_BYTES, Lane, SimLinks
 
 RATE = 1e6
 
@@ -156,32 +158,121 @@ def test_a_frozen_machine_neither_hears_nor_speaks_until_it_thaws():
         assert heard == []
         links.thaw("b")
         await trio.sleep(1)
-        assert heard == [("b", 30.0), ("a", 30.0)]
+        # After 20 ms on the way, with a timer of 240 ms that has doubled six times.
+        assert heard == [("b", pytest.approx(0.02 + 0.24 * 127)), ("a", pytest.approx(30.5))]
 
     play(links, main)
 
 
-def test_http_shares_the_line_with_everything_else():
+def test_what_a_cut_has_held_back_is_sent_again_when_its_timer_says():
     links = links_of()
+    heard: dict[str, float] = {}
+
+    def put(lane: Lane, what: str) -> None:
+        links.travel(lane, 1, lambda: heard.setdefault(what, trio.current_time()))
+
+    async def main() -> None:
+        links.cut("a", "b")
+        early, late, opening = (links.lane("a", "b") for _ in range(3))
+        opening.is_opening = True
+        put(early, "early")
+        put(opening, "opening")
+        await trio.sleep(2.4)
+        put(late, "late")
+        await trio.sleep(0.1)
+        links.heal("a", "b")
+        put(early, "after it")
+        put(links.lane("a", "b"), "another")
+        await trio.sleep(5)
+
+    play(links, main)
+    assert heard["another"] == pytest.approx(2.52)
+    assert heard["late"] == pytest.approx(2.42 + 0.24, abs=1e-5)
+    # 0.24 s after it was lost, 0.48 s after that, and 0.96, and 1.92.
+    assert heard["early"] == pytest.approx(0.02 + 0.24 * 15)
+    assert heard["after it"] == heard["early"], "bytes of one connection come in order"
+    # 1 s, and 2 s after that.
+    assert heard["opening"] == pytest.approx(0.02 + 3)
+    assert list(heard).index("after it") > list(heard).index("early")
+
+
+def test_a_cut_that_comes_before_the_next_try_lets_the_timer_go_on():
+    links = links_of()
+    heard: list[float] = []
+
+    async def main() -> None:
+        lane = links.lane("a", "b")
+        for at_s, order in ((0, "cut"), (1.0, "heal"), (1.5, "cut"), (2.0, "heal")):
+            await trio.sleep_until(at_s)
+            getattr(links, order)("a", "b")
+            if not at_s:
+                links.travel(lane, 1, lambda: heard.append(trio.current_time()))
+        await trio.sleep(9)
+        links.travel(lane, 1, lambda: heard.append(trio.current_time()))
+        await trio.sleep(1)
+
+    play(links, main)
+    # At 0.26, 0.74 and 1.70 s in vain.
+    assert heard == [pytest.approx(0.02 + 0.24 * 15), pytest.approx(11.02)]
+
+
+@asynccontextmanager
+async def asked(links: SimLinks):
+    """Yield what asks ``b`` from ``a`` with a body and returns the seconds until the answer."""
     http = SimHttp(links=links)
 
     async def echo(request) -> Response:
         return Response(200)
 
-    async def main() -> None:
-        route = Route("POST", "/x", echo, 10**6)
-        size = 100_000
-        async with (
-            http.server("b", TraceJournal()).serve((route,), Endpoint("b", 0)) as at,
-            http.clients("a").connect(f"http://b:{at.port}", None) as client,
-        ):
+    route = Route("POST", "/x", echo, 10**6)
+    async with (
+        http.server("b", TraceJournal()).serve((route,), Endpoint("b", 0)) as at,
+        http.clients("a").connect(f"http://b:{at.port}", None) as client,
+    ):
+
+        async def ask(size: int = 0, *, timeout_s: float = 9.0) -> float:
             began = trio.current_time()
-            await client.request("POST", "/x", body=bytes(size), timeout_s=9)
-            alone = trio.current_time() - began
+            await client.request("POST", "/x", body=bytes(size), timeout_s=timeout_s)
+            return trio.current_time() - began
+
+        yield ask
+
+
+def test_http_shares_the_line_with_everything_else():
+    links = links_of()
+
+    async def main() -> None:
+        size = 100_000
+        async with asked(links) as ask:
+            await ask()
+            alone = await ask(size)
             assert alone == pytest.approx((size + HEAD_BYTES) / RATE + 0.04)
             links.travel(links.lane("a", "b"), 500_000, lambda: None)
-            began = trio.current_time()
-            await client.request("POST", "/x", body=bytes(size), timeout_s=9)
-            assert trio.current_time() - began == pytest.approx(alone + 0.5)
+            assert await ask(size) == pytest.approx(alone + 0.5)
+
+    play(links, main)
+
+
+def test_an_http_connection_is_opened_and_kept_until_it_fails_or_is_idle_for_long():
+    links = links_of()
+
+    async def main() -> None:
+        async with asked(links) as ask:
+            first = await ask()
+            kept = await ask()
+            assert first == pytest.approx(kept + 0.04)
+            await trio.sleep(IDLE_S + 1)
+            assert await ask() == pytest.approx(first)
+
+            links.cut("a", "b")
+            with pytest.raises(HttpError):
+                await ask(timeout_s=2.0)
+            healed_s = trio.current_time() + 2.0
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)  # opens another, as that one has not answered
+                await trio.sleep_until(healed_s)
+                links.heal("a", "b")
+            # Tried after 1 s in vain and 2 s later.
+            assert trio.current_time() == pytest.approx(healed_s - 2.0 + 0.02 + 3.0 + 0.02 + kept)
 
     play(links, main)
