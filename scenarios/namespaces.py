@@ -28,6 +28,7 @@ import msgspec
 import trio
 
 from echo2p2p.errors import EchoError
+from echo2p2p.testing.links import Framing
 from scenarios import delay
 from scenarios.broadcast_links import BYTES_PER_MBIT, Line
 
@@ -52,6 +53,8 @@ SLOW_BURST_BYTES_MIN: Final = 8_000
 """Slower lines than that hold what they carry in such a time: 64 kB are half a second at 1 Mbit/s,
 which would then carry small payloads for nothing."""
 QUEUE_BYTES: Final = 1_000_000
+HEAD_BYTES: Final = 14 + 20 + 32
+"""Of a packet: Ethernet, IP, TCP with time stamps."""
 TOTAL_MBIT_MAX: Final = 800.0
 """Of all uplinks: what two cores forward with packets of 1,500 bytes."""
 
@@ -154,12 +157,21 @@ def machine_batch(index: int) -> str:
     )
 
 
+def bucket_bytes(mbit: float) -> int:
+    """Return what the bucket of a line holds."""
+    if mbit >= SLOW_MBIT:
+        return BURST_BYTES
+    return max(SLOW_BURST_BYTES_MIN, int(mbit * BYTES_PER_MBIT * SLOW_BURST_S))
+
+
+def framing() -> Framing:
+    """Return what these lines are, for a virtual world that is to be like them."""
+    return Framing(lambda rate: bucket_bytes(rate / BYTES_PER_MBIT), HEAD_BYTES, HEAD_BYTES)
+
+
 def shaping(device: str, mbit: float, verb: str = "add") -> str:
     """Return what `tc` is told of one port; ``verb`` is ``change`` if it was told before."""
-    burst_bytes = BURST_BYTES
-    if mbit < SLOW_MBIT:
-        burst_bytes = max(SLOW_BURST_BYTES_MIN, int(mbit * BYTES_PER_MBIT * SLOW_BURST_S))
-    bucket = f"tbf rate {mbit:g}mbit burst {burst_bytes} limit {QUEUE_BYTES}"
+    bucket = f"tbf rate {mbit:g}mbit burst {bucket_bytes(mbit)} limit {QUEUE_BYTES}"
     return f"qdisc {verb} dev {device} root handle 1: {bucket}"
 
 

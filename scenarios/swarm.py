@@ -3,7 +3,7 @@
 A story by hand tests what somebody thought of. A swarm tests the rest: each seed draws how many
 machines there are and what they are like, how the run is set, and a handful of faults of any kind.
 Safety must hold throughout, and once nothing is broken on purpose the run must get going again.
-Worlds are small (40 peers, 130 virtual seconds at most), so that a thousand of them are cheap.
+Worlds are small (24 peers, 130 virtual seconds at most), so that a thousand of them are cheap.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from echo2p2p.wire.frames import Event
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
+from scenarios import namespaces
 from scenarios.costs import Cores, Process
 from scenarios.fake_engine import FakeEngine
 from scenarios.fake_learner import PARAMETERS, FakeLearner
@@ -69,7 +70,8 @@ class World:
         self.trace = TraceJournal()
         self.app: CoordinatorApp | None = None
         """While the coordinator runs."""
-        self.network = SimNetwork(self.entropy.rng("loss"))
+        framing = namespaces.framing() if spec.costs else None
+        self.network = SimNetwork(self.entropy.rng("loss"), framing=framing)
         self.http = SimHttp(links=self.network)
         self._cores = Cores(spec.costs, _state_mb(spec))
         self.disk = SimDisk(rng=self.entropy.rng("disk"))

@@ -71,6 +71,9 @@ class _Deal:
     """That it had to make."""
     expected_s: float
     """What these and those before them should take, as it seemed when it was dealt."""
+    least_s: float
+    """For so long nobody doubts it; less if the relay's last deal was in vain, as all others wait
+    for a try."""
     dealt_s: float
     at_once: bool
     """Whether the relay had no other work, and makes a few copies only."""
@@ -216,15 +219,17 @@ class Dealer:
                 continue
             # To one that passes nothing on only if there is nobody else: the others would wait.
             willing = {relay for relay in lacking if self._rates.relays(relay)} or {*lacking}
-            options = [relay for relay in ready if relay in willing]
+            # One whose last deal was in vain gets no more than its tries.
+            trusted = {r for r in willing if not self._rates.has_failed(r)} or willing
+            tries = ready if fanout is None or self._rates.may_try else []
+            due = [relay for relay in tries if relay in willing and self._is_to_try(relay, now)]
+            options = due or [relay for relay in ready if relay in trusted]
             if not options:
                 self._undealt.rotate(-1)
                 continue
             copies = self._copies(lacking, fanout)
-            tries = options if fanout is None or self._rates.may_try else []
-            due = [relay for relay in tries if self._is_to_try(relay, now)]
-            relay = min(due or options, key=lambda relay: self._expected(relay, copies(relay)))
-            if not due and self._is_worth_waiting(relay, copies, willing, now):
+            relay = min(options, key=lambda relay: self._expected(relay, copies(relay)))
+            if not due and self._is_worth_waiting(relay, copies, trusted, now):
                 return None
             owed = copies(relay) if self._rates.relays(relay) else 0
             self._undealt.popleft()
@@ -234,10 +239,12 @@ class Dealer:
             state.deals[index] = None
             state.dealt += 1
             state.latest, state.latest_s = index, now
+            failed = self._rates.has_failed(relay)
             self._rates.dealt(relay, now, is_try=bool(due))
             expected_s = state.owed * self._chunk_bytes / self._rates.patient(relay)
-            deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, now, at_once)
-            self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
+            least_s = POLL_S if failed else REDEAL_MIN_S
+            deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, least_s, now, at_once)
+            self._next_check_s = min(self._next_check_s, now + least_s)
             if fanout is None and owed:
                 deal.second = len(lacking) - 1 - owed
                 self._second += deal.second
@@ -355,7 +362,7 @@ class Dealer:
         if deal.owed <= 0:
             self._settle(index, deal)
             return
-        self._next_check_s = min(self._next_check_s, now + REDEAL_MIN_S)
+        self._next_check_s = min(self._next_check_s, now + deal.least_s)
 
     def not_sent(self, relay: PeerId, index: int) -> None:
         """What was dealt never left."""
@@ -416,24 +423,28 @@ class Dealer:
             return
         for relay in self._relays:
             self._rates.of(relay).tick(now)
-        leaving_s = self._rates.leaving_s(self._chunk_bytes)
         for index, deal in list(self._deals.items()):
-            if deal.sent_s is None:
-                is_due = now - deal.dealt_s > max(REDEAL_MIN_S, STUCK * leaving_s)
-            else:
-                known = self._spreading_s < math.inf
-                usual_s = STUCK * (self._spreading_s if known else leaving_s)
-                is_due = now - deal.sent_s > max(REDEAL_MIN_S, 2 * deal.expected_s, usual_s)
-            if not is_due:
-                continue
-            self._settle(index, deal)
-            self._tried.setdefault(index, set()).add(deal.relay)
-            if not deal.spread:
-                self._rates.in_vain(deal.relay, deal.dealt_s, now)
-                self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
-                self._undealt.appendleft(index)
-                self.redealt += 1
+            if self._is_due(deal, deal.least_s, now):
+                self._give_up(index, deal, now)
         self._next_check_s = now + POLL_S if self._deals else float("inf")
+
+    def _is_due(self, deal: _Deal, least_s: float, now: float) -> bool:
+        """Return whether it should have left, or have come to a second peer."""
+        leaving_s = self._rates.leaving_s(self._chunk_bytes)
+        if deal.sent_s is None:
+            return now - deal.dealt_s > max(least_s, STUCK * leaving_s)
+        usual_s = STUCK * (self._spreading_s if self._spreading_s < math.inf else leaving_s)
+        return now - deal.sent_s > max(least_s, 2 * deal.expected_s, usual_s)
+
+    def _give_up(self, index: int, deal: _Deal, now: float) -> None:
+        """Wait for it no more; deal it to another, unless somebody else has it."""
+        self._settle(index, deal)
+        self._tried.setdefault(index, set()).add(deal.relay)
+        if not deal.spread:
+            self._rates.in_vain(deal.relay, deal.dealt_s, now)
+            self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
+            self._undealt.appendleft(index)
+            self.redealt += 1
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -441,13 +452,20 @@ class Dealer:
         """Decide on a request; remembers a refusal, so that an insisting peer is served.
 
         Refused is what the peer can, or will soon be able to, have from another, unless the relay
-        that was dealt it is behind.
+        that was dealt it is behind. A relay that took longer than is usual before anybody else has
+        it is not waited for once somebody asks: else whoever is served by us would seem to have it
+        from the relay, which may pass on nothing.
         """
         if not any(self._rates.relays(relay) for relay in self._relays if relay != peer):
             return True
         state = self._relays.get(peer)
         own = 1 if state and index in state.announced else 0
         deal = self._deals.get(index)
+        if deal is not None and deal.relay != peer and not deal.spread:
+            knows = deal.sent_s is not None and self._spreading_s < math.inf
+            if knows and self._is_due(deal, POLL_S, now):
+                self._give_up(index, deal, now)
+                deal = None
         promised_to, promised_s = self._promised.get(index, (peer, now))
         promised = promised_to != peer and now - promised_s < PROMISE_S
         dealt = deal is not None and deal.relay != peer

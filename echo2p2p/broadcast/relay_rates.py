@@ -30,7 +30,7 @@ TRY_EVERY: Final = 8
 would be."""
 TRIES_DOUBLED: Final = 6
 """One that has passed nothing on is tried half as often each time, so many times. It may lie to the
-other peers, who have cut it off, or be cut off from them; each try costs everybody a second."""
+other peers, who have cut it off, or be cut off from them, and everybody waits for each try."""
 
 QUICK_MAX: Final = 4.0
 """A relay that is not measured yet is taken to be at most so many times as fast as the others, or
@@ -105,6 +105,10 @@ class RelayRates:
         self._deals_since_try = 0 if is_try else self._deals_since_try + 1
         pause_s = TRY_AGAIN_S * 2 ** min(self._in_vain[relay], TRIES_DOUBLED)
         self._next_try_s[relay] = now + pause_s
+
+    def has_failed(self, relay: PeerId) -> bool:
+        """Return whether what it was dealt last came to nobody."""
+        return self._in_vain[relay] > 0
 
     def passed_on(self, relay: PeerId) -> None:
         """Somebody has a chunk that it was dealt."""

@@ -1,7 +1,10 @@
 """What lies between simulated machines: uplinks, downlinks, distance, loss and silence.
 
 Each machine has an uplink and a downlink, both first-in first-out at a rate, a distance to the
-middle of the network and a share of packets that its line loses. Bytes travel in segments on a
+middle of the network and a share of packets that its line loses. A line may be a token bucket,
+which has saved up something for a burst when it was idle, and packets may have heads and be
+acknowledged (`Framing`), as on the test-bed of `scenarios.namespaces`; by default bytes are
+payload, on a line that is as fast as what payload can have of it. Bytes travel in segments on a
 `Lane`, one direction of one connection, which keeps them in order. A lost packet is sent again a
 round trip later, costs its bytes twice and holds up what comes after it on its lane; and no lane is
 faster than loss allows (Mathis et al., 1997: 1.22 MSS / (RTT sqrt(p))). Queues have
@@ -10,9 +13,9 @@ receiver's queue is `QUEUE_S` long, as congestion control would make it.
 
 Machines can be cut from each other, one way or both, or frozen; what is on its way is held back
 and goes on afterwards, on each lane when its sender tries again: its timer doubles each time (RFC
-6298), so after a cut of 3 s that may take 3 s more. Without loss everything follows from the calls made; loss draws from the
-given generator. No function decides anything whose last bit differs between machines: IEEE 754
-fixes sums, products, quotients and square roots.
+6298), so after a cut of 3 s that may take 3 s more. Without loss everything follows from the calls
+made; loss draws from the given generator. No function decides anything whose last bit differs
+between machines: IEEE 754 fixes sums, products, quotients and square roots.
 
 `SimLinks.run` must run in the background; it carries the segments.
 """
@@ -46,9 +49,35 @@ QUEUE_S: Final = 1.0
 """Of a downlink: as long as routers of homes let it become."""
 TIMER_MIN_S: Final = 0.2
 """Least retransmission timeout, as in Linux: beside the round trip, where that hardly varies."""
+WINDOW_FIRST_BYTES: Final = 10 * PACKET_BYTES
+"""What a connection sends in the round trip after a pause (RFC 6928); twice that in the next."""
 OPENING_TIMER_S: Final = 1.0
 """Of a connection that is not there yet."""
 TIMER_MAX_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Framing:
+    """What a line carries beside payload, and how much of it at once."""
+
+    burst_bytes: Callable[[float], float]
+    """What a bucket of a rate holds, in bytes; the rate is in bytes a second."""
+    head_bytes: int
+    """Of each packet, whatever is in it."""
+    acknowledgement_bytes: int
+    """For every second packet, the other way."""
+
+    def bytes_of(self, size: int, *, packed: bool) -> int:
+        """Return what ``size`` bytes of payload are on the line; ``packed``: others share packets.
+
+        While a line is busy, what is written to a connection waits, and leaves in full packets.
+        """
+        packets = size / PACKET_BYTES if packed else max(1, -(-size // PACKET_BYTES))
+        return size + int(self.head_bytes * packets)
+
+    def acknowledged(self, size: int) -> int:
+        """Return what their receiver sends back."""
+        return int(self.acknowledgement_bytes * size / (2 * PACKET_BYTES))
 
 
 @dataclass(frozen=True)
@@ -70,8 +99,11 @@ class Node:
     down_bytes_per_s: float
     latency_s: float
     loss: float
-    up_free_s: float = 0.0
-    down_free_s: float = 0.0
+    up_burst_s: float = 0.0
+    down_burst_s: float = 0.0
+    """For so long it has saved up, when it was idle."""
+    up_free_s: float = -math.inf
+    down_free_s: float = -math.inf
     sent_bytes: int = 0
     received_bytes: int = 0
 
@@ -92,13 +124,39 @@ class Lane:
     """Its connection is not there yet."""
     lost_s: float = math.inf
     """When the first segment was held back of those that have not come through since."""
+    window_bytes: int = WINDOW_FIRST_BYTES
+    round_s: float = -math.inf
+    """When the present round trip began, with the first of its bytes."""
+    round_bytes: int = 0
+    """That have left in it."""
     again_s: float = -math.inf
     """When it is sent again, now that nothing holds it back; later ones come after it."""
 
+    def leaves_s(self, left_s: float, size: int) -> float:
+        """Return when a segment leaves that the line would take at ``left_s``: slow start.
+
+        After a pause of a retransmission timeout a connection begins again, as Linux has it.
+        """
+        round_s = self._round_s()
+        while True:
+            if left_s >= self.round_s + round_s:
+                is_used = self.round_bytes >= self.window_bytes
+                idle = left_s - self.round_s > TIMER_MIN_S + 2 * round_s
+                self.window_bytes <<= is_used
+                if idle:
+                    self.window_bytes = WINDOW_FIRST_BYTES
+                self.round_s, self.round_bytes = left_s, 0
+            if self.round_bytes < self.window_bytes:
+                self.round_bytes += size
+                return left_s
+            left_s = self.round_s + round_s
+
+    def _round_s(self) -> float:
+        return 2 * (self.sender.latency_s + self.receiver.latency_s)
+
     def retry_s(self, now: float) -> float:
         """Return when what was lost is sent again after ``now``."""
-        round_s = 2 * (self.sender.latency_s + self.receiver.latency_s)
-        timer_s = OPENING_TIMER_S if self.is_opening else TIMER_MIN_S + round_s
+        timer_s = OPENING_TIMER_S if self.is_opening else TIMER_MIN_S + self._round_s()
         again_s = self.lost_s + timer_s
         while again_s < now:
             timer_s = min(2 * timer_s, TIMER_MAX_S)
@@ -111,10 +169,12 @@ class SimLinks:
 
     Args:
         rng: Decides which packets are lost; needed only where one can be.
+        framing: ``None``: payload is all there is.
     """
 
-    def __init__(self, rng: random.Random | None = None) -> None:
+    def __init__(self, rng: random.Random | None = None, *, framing: Framing | None = None) -> None:
         self._rng = rng
+        self._framing = framing
         self._nodes: dict[str, Node] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -142,11 +202,13 @@ class SimLinks:
         assert name not in self._nodes, name
         assert 0 <= loss <= LOSS_MAX, loss
         self._nodes[name] = Node(name, up_bytes_per_s, down_bytes_per_s, latency_s, loss)
+        self._save_up(self._nodes[name])
 
     def set_rates(self, name: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         """Change a machine's rates for the segments that come from now on."""
         node = self._nodes[name]
         node.up_bytes_per_s, node.down_bytes_per_s = up_bytes_per_s, down_bytes_per_s
+        self._save_up(node)
 
     def set_quality(self, name: str, *, latency_s: float, loss: float) -> None:
         """Change a machine's distance and loss for the segments that come from now on."""
@@ -219,16 +281,25 @@ class SimLinks:
         """
         now, sender, receiver = self._now(), lane.sender, lane.receiver
         again_bytes, late_s = self._losses(lane, size)
-        sender.sent_bytes += size + again_bytes
-        sender.up_free_s = max(now, sender.up_free_s) + (size + again_bytes) / sender.up_bytes_per_s
-        left_s = sender.up_free_s
+        framed, out = size, size + again_bytes
+        if self._framing is not None:
+            packed = sender.up_free_s > now
+            framed = self._framing.bytes_of(size, packed=packed)
+            out = framed + (self._framing.bytes_of(again_bytes, packed=False) if again_bytes else 0)
+            self._acknowledge(receiver, self._framing.acknowledged(size), now)
+        sender.sent_bytes += out
+        free_s = max(now - sender.up_burst_s, sender.up_free_s) + out / sender.up_bytes_per_s
+        sender.up_free_s = free_s
+        left_s = max(now, free_s)
+        if self._framing is not None:
+            left_s = lane.leaves_s(left_s, size)
         if late_s or lane.free_s:
             lane.free_s = max(now, lane.free_s) + size / self._lossy_rate(lane)
             left_s = max(left_s, lane.free_s)
 
         way_s = 0.0 if lane.is_under_way else sender.latency_s + receiver.latency_s
         lane.reached_s = max(lane.reached_s, left_s + way_s + late_s)
-        self.after(lane.reached_s - now, _Segment(self, lane, size, deliver).arrive)
+        self.after(lane.reached_s - now, _Segment(self, lane, framed, deliver).arrive)
         return 0.0 if left_s - now < AT_ONCE_S else left_s - now
 
     def full_for(self, lane: Lane) -> float:
@@ -250,7 +321,8 @@ class SimLinks:
         """A segment has reached its receiver's line."""
         receiver, now = lane.receiver, self._now()
         is_idle = receiver.down_free_s < now  # nothing before it is still to be delivered
-        receiver.down_free_s = max(now, receiver.down_free_s) + size / receiver.down_bytes_per_s
+        free_s = max(now - receiver.down_burst_s, receiver.down_free_s)
+        receiver.down_free_s = free_s + size / receiver.down_bytes_per_s
         receiver.received_bytes += size
         if is_idle and receiver.down_free_s - now < AT_ONCE_S:
             deliver()
@@ -269,6 +341,22 @@ class SimLinks:
             return True
         lane.lost_s = math.inf
         return False
+
+    def _save_up(self, node: Node) -> None:
+        """Work out what the lines of a machine have when they were idle."""
+        if self._framing is not None:
+            burst_bytes, up, down = (
+                self._framing.burst_bytes,
+                node.up_bytes_per_s,
+                node.down_bytes_per_s,
+            )
+            node.up_burst_s = burst_bytes(up) / up
+            node.down_burst_s = burst_bytes(down) / down
+
+    def _acknowledge(self, node: Node, size: int, now: float) -> None:
+        """Put what tells of packets on the receiver's uplink; nobody waits for it."""
+        node.sent_bytes += size
+        node.up_free_s = max(now - node.up_burst_s, node.up_free_s) + size / node.up_bytes_per_s
 
     def _now(self) -> float:
         """Return the time; while events are worked through, when the present one was due.

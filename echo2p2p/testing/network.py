@@ -21,7 +21,7 @@ import trio
 
 from echo2p2p.errors import ConfigError, LinkError
 from echo2p2p.net.ports import Accept, Endpoint
-from echo2p2p.testing.links import SEGMENT_BYTES, Lane, SimLinks, Traffic
+from echo2p2p.testing.links import SEGMENT_BYTES, Framing, Lane, SimLinks, Traffic
 from echo2p2p.testing.stopping import context_of_now
 
 __all__ = ["SEGMENT_BYTES", "UNSENT_BYTES", "WINDOW_BYTES", "SimNetwork", "SimStream", "Traffic"]
@@ -56,8 +56,9 @@ class _Machine:
 class SimNetwork(SimLinks):
     """The machines, their lines and their streams."""
 
-    def __init__(self, rng: random.Random | None = None) -> None:
-        super().__init__(rng)
+    def __init__(self, rng: random.Random | None = None, *, framing: Framing | None = None) -> None:
+        super().__init__(rng, framing=framing)
+        self.unsent_bytes_max = UNSENT_BYTES if framing is None else UNSENT_BYTES // 2
         self._machines: dict[str, _Machine] = {}
         self._numbers = itertools.count()
 
@@ -345,7 +346,10 @@ class SimStream(trio.abc.HalfCloseableStream):
         self._check_sendable()
 
     def _is_full(self) -> bool:
-        return self._unread_bytes >= WINDOW_BYTES or self._unsent_bytes >= UNSENT_BYTES
+        return (
+            self._unread_bytes >= WINDOW_BYTES
+            or self._unsent_bytes >= self._network.unsent_bytes_max
+        )
 
     def _send_segment(self, segment: memoryview) -> None:
         self._unread_bytes += len(segment)

@@ -3,6 +3,7 @@ import pytest
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import (
     GATHER_S,
+    POLL_S,
     REDEAL_MIN_S,
     UNMEASURED_DEALS_MAX,
     WAIT_S,
@@ -414,6 +415,66 @@ def test_a_relay_that_passes_nothing_on_is_tried_ever_less_also_over_many_small_
     rates.passed_on(a)
     rates.dealt(a, now, is_try=True)
     assert rates.is_to_try(a, now + 1.0), "one that works is believed at once"
+
+
+def test_all_wait_less_for_a_relay_whose_last_deal_was_in_vain():
+    rates = RelayRates()
+
+    def deal_to_a(now):
+        dealer = Dealer(2, CHUNK, rates, push=True, backlog_max_s=1.5)
+        for relay in RELAYS:
+            dealer.relay_joined(relay)
+        relay, index = dealer.deal([RELAYS[0]], {relay: ChunkSet(2) for relay in RELAYS}, None, now)
+        dealer.sent(relay, index, now)
+        return dealer
+
+    for relay in RELAYS:
+        rates.of(relay).at_least(1_000_000.0)
+    rates.left(0.01, CHUNK)
+    first = deal_to_a(0.0)
+    first.on_time(0.9 * REDEAL_MIN_S)
+    assert first.redealt == 0
+    first.on_time(1.1 * REDEAL_MIN_S)
+    assert first.redealt == 1
+    again = deal_to_a(10.0)
+    assert again.next_deadline() <= 10.0 + POLL_S
+    again.on_time(10.0 + 1.1 * POLL_S)
+    assert again.redealt == 1
+    rates.passed_on(RELAYS[0])
+    believed = deal_to_a(20.0)
+    believed.on_time(20.0 + 0.9 * REDEAL_MIN_S)
+    assert believed.redealt == 0
+
+
+def test_a_relay_whose_last_deal_was_in_vain_gets_tries_and_nothing_else():
+    deals = Deals()
+    for relay in RELAYS:
+        deals.rates.of(relay).at_least(1_000_000.0)
+        deals.rates.dealt(relay, 0.0, is_try=False)
+    deals.rates.in_vain("a", 0.0, 0.1)
+    deals.rates.dealt("a", 0.1, is_try=True)
+    assert {deals.deal(0.2)[0] for _ in range(20)} == {"b", "c"}
+    assert deals.deal(0.3, candidates=["a"]) is None, "it is not the one to fill a gap either"
+    assert deals.deal(3.0)[0] == "a"
+    deals.rates.passed_on("a")
+    assert {deals.deal(3.1)[0] for _ in range(20)} == set("abc")
+
+
+def test_a_request_tells_that_a_relay_takes_longer_than_usual():
+    deals = Deals(count=5)
+    for relay in RELAYS:
+        deals.rates.of(relay).at_least(1_000_000.0)
+    dealt = dict(deals.deal(0.0, candidates=[relay]) for relay in RELAYS)
+    for relay in "bc":
+        deals.dealer.announced("b" if relay == "c" else "c", dealt[relay], 0.1)
+    assert not deals.dealer.may_serve("b", dealt["a"], 0.2), (
+        "a second is not over, nor what is usual"
+    )
+    assert deals.rates.has_failed("a") is False
+    assert deals.dealer.may_serve("b", dealt["a"], 0.5)
+    assert deals.rates.has_failed("a"), "it is not credited with what we send in its stead"
+    assert deals.dealer.redealt == 1
+    assert not deals.rates.has_failed("b")
 
 
 def test_the_first_to_follow_are_dealt_one_chunk_until_all_do():

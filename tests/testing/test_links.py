@@ -3,6 +3,8 @@
 import math
 import random
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import trio
@@ -12,7 +14,15 @@ from echo2p2p.net.ports import Endpoint, Response, Route
 from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.http import HEAD_BYTES, IDLE_S, SimHttp
 from echo2p2p.testing.journal import TraceJournal
-from echo2p2p.testing.links import AT_ONCE_S, MATHIS, PACKET_BYTES, SEGMENT_BYTES, Lane, SimLinks
+from echo2p2p.testing.links import (
+    AT_ONCE_S,
+    MATHIS,
+    PACKET_BYTES,
+    SEGMENT_BYTES,
+    Framing,
+    Lane,
+    SimLinks,
+)
 
 RATE = 1e6
 
@@ -160,6 +170,75 @@ def test_a_frozen_machine_neither_hears_nor_speaks_until_it_thaws():
         await trio.sleep(1)
         # After 20 ms on the way, with a timer of 240 ms that has doubled six times.
         assert heard == [("b", pytest.approx(0.02 + 0.24 * 127)), ("a", pytest.approx(30.5))]
+
+    play(links, main)
+
+
+def framed(**changes: Any) -> SimLinks:
+    framing = replace(Framing(lambda rate: 0.0, 0, 0), **changes)
+    links = SimLinks(framing=framing)
+    links.add_node("a", up_bytes_per_s=RATE, latency_s=0.05)
+    links.add_node("b", up_bytes_per_s=RATE, latency_s=0.05)
+    return links
+
+
+def test_packets_have_heads_and_are_acknowledged():
+    links = framed(head_bytes=100, acknowledgement_bytes=50)
+
+    async def main() -> None:
+        assert await seconds_for(links, 10) == pytest.approx(0.1 + 110 / RATE)
+        # Behind others a small write has no packet of its own.
+        first, second = links.lane("a", "b"), links.lane("a", "b")
+        links.travel(first, PACKET_BYTES, lambda: None)
+        links.travel(second, PACKET_BYTES // 10, lambda: None)
+        await trio.sleep(1)
+
+    play(links, main)
+    assert links.traffic("a").sent_bytes == 110 + (PACKET_BYTES + 100) + (PACKET_BYTES // 10 + 10)
+    assert links.traffic("b").sent_bytes == 25 + 2  # one for two packets
+    assert links.traffic("b").received_bytes == links.traffic("a").sent_bytes
+
+
+def test_a_bucket_has_saved_something_up_when_it_was_idle():
+    links = framed(burst_bytes=lambda rate: 4000.0)
+
+    async def main() -> None:
+        lane = links.lane("a", "b")
+        assert links.travel(lane, 4000, lambda: None) == 0.0
+        assert links.travel(lane, 2000, lambda: None) == pytest.approx(2000 / RATE)
+        await trio.sleep(0.003)  # a thousand more has come than has gone
+        assert links.travel(lane, 1000, lambda: None) == 0.0
+        links.set_rates("a", up_bytes_per_s=RATE / 10, down_bytes_per_s=RATE)
+        await trio.sleep(1)
+        assert links.travel(lane, 5000, lambda: None) == pytest.approx(1000 / (RATE / 10))
+
+    play(links, main)
+
+
+def test_a_connection_starts_slowly_and_again_after_a_pause():
+    links = framed()
+
+    async def seconds(lane: Lane, packets: int) -> float:
+        """Send packet by packet; return when the last is there."""
+        began, done = trio.current_time(), trio.Event()
+        for number in range(packets):
+            last = number == packets - 1
+            links.travel(lane, PACKET_BYTES, done.set if last else lambda: None)
+        await done.wait()
+        return trio.current_time() - began
+
+    async def main() -> None:
+        links.set_rates("a", up_bytes_per_s=1e9, down_bytes_per_s=1e9)
+        lane = links.lane("a", "b")
+        way_s, round_s = 0.1, 0.2
+        # 10 packets, then 20, then 40.
+        assert await seconds(lane, 10) == pytest.approx(way_s, abs=1e-3)
+        await trio.sleep(round_s)
+        assert await seconds(lane, 20) == pytest.approx(way_s, abs=1e-3)
+        await trio.sleep(round_s)
+        assert await seconds(lane, 41) == pytest.approx(way_s + round_s, abs=1e-3)
+        await trio.sleep(1)
+        assert await seconds(lane, 11) == pytest.approx(way_s + round_s, abs=1e-3)
 
     play(links, main)
 
