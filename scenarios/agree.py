@@ -7,7 +7,9 @@ nobody would care (`TOLERANCES`). In virtual time work costs here what it costs 
 plays the live story (`scenarios.costs`), because that machine plays all of them on a few cores.
 
 The tolerances say what a reader may rely on. Where a figure is outside, the model is to be mended,
-not the tolerance. A live run on a machine that is busy with other things says so, and proves
+not the tolerance. A fault meets a process in the middle of something: when in its second a retry
+falls due is chance, and two live runs of one seed differ as well. So means over several seeds say
+more (``--seeds``). A live run on a machine that is busy with other things says so, and proves
 nothing.
 """
 
@@ -15,14 +17,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, Final
 
 import trio
 
 from scenarios import bench_report
+from scenarios.arguments import whole
 from scenarios.compare import figures
 from scenarios.costs import MEASURED
 from scenarios.live_lab import play_live
@@ -31,6 +35,7 @@ from scenarios.story import load_story
 
 STORIES: Final = ("steady", "slow-uplink", "kills", "lies", "partition", "restart")
 """In the folder ``live``: a minute each, few peers."""
+SEEDS_MAX: Final = 100
 BUSY_CORES: Final = 0.2
 """More than this of the cores, on average, must not be others'."""
 
@@ -63,23 +68,39 @@ TOLERANCES: Final[Mapping[str, Tolerance]] = {
 }
 """By the names of `scenarios.compare`, each of many events. What is left out is shown only: above
 all the slowest engine ever, one peer with one version, which says how a fault fell."""
+REASON: Final = "rejected("
 EACH_REASON: Final = Tolerance(0.0, 0.05)
 """Of trajectories that were rejected for one reason, as a share of those issued."""
 
 
 def tolerance_of(name: str) -> Tolerance | None:
     """Return what a figure may differ by; ``None``: it is shown only."""
-    return EACH_REASON if name.startswith("rejected(") else TOLERANCES.get(name)
+    return EACH_REASON if name.startswith(REASON) else TOLERANCES.get(name)
 
 
-def rows_of(virtual: Mapping[str, Any], live: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each figure of both results, and whether they agree."""
-    left, right = figures(virtual), figures(live)
+def mean_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the mean of each figure over the seeds; ``None`` where one seed has none."""
+    each = [figures(result) for result in results]
+    names = dict.fromkeys(name for one in each for name in one)
+    means: dict[str, float | None] = {}
+    for name in names:
+        missing = 0.0 if name.startswith(REASON) else None  # a reason that never came up
+        found = [one.get(name, missing) for one in each]
+        known = [value for value in found if value is not None]
+        means[name] = fmean(known) if len(known) == len(found) else None
+    return means
+
+
+def rows_of(
+    virtual: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return each figure of both backends, and whether they agree: results, one for each seed."""
+    left, right = mean_figures(virtual), mean_figures(live)
     rows = []
     for name in [*left, *(name for name in right if name not in left)]:
         tolerance = tolerance_of(name)
         a, b = left.get(name), right.get(name)
-        if name.startswith("rejected("):  # a reason that never came up
+        if name.startswith(REASON):
             a, b = a or 0.0, b or 0.0
         agrees = None
         if tolerance is not None:
@@ -88,24 +109,30 @@ def rows_of(virtual: Mapping[str, Any], live: Mapping[str, Any]) -> list[dict[st
     return rows
 
 
-async def compare_backends(name: str, seed: int) -> dict[str, Any]:
-    """Play one story twice; return its figures.
+async def compare_backends(name: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """Play one story twice for each seed; return its figures.
 
     Raises:
         EchoError: It cannot be played live.
     """
     story = load_story(name)
-    played = await trio.to_thread.run_sync(partial(play, name, story, seed, costs=MEASURED))
-    virtual = played.result()
-    live, _ = await play_live(name, story, seed)
+    virtual, live = [], []
+    for seed in seeds:
+        played = await trio.to_thread.run_sync(partial(play, name, story, seed, costs=MEASURED))
+        virtual.append(played.result())
+        live.append((await play_live(name, story, seed))[0])
     rows = rows_of(virtual, live)
-    held = virtual["held"] and live["held"]
+    held = all(result["held"] for result in virtual + live)
+    loads = [result["load"] for result in live]
     return {
         "story": name,
-        "seed": seed,
+        "seeds": list(seeds),
         "rows": rows,
-        "problems": {"virtual": virtual["problems"], "live": live["problems"]},
-        "load": live["load"],
+        "problems": {
+            backend: [problem for result in results for problem in result["problems"]]
+            for backend, results in (("virtual", virtual), ("live", live))
+        },
+        "load": max(loads, key=lambda load: load["others_cores"]),
         "agrees": held and all(row["agrees"] is not False for row in rows),
     }
 
@@ -117,6 +144,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "stories", nargs="*", default=known, help=f"which (default: {', '.join(known)})"
     )
     parser.add_argument("--seed", type=int, default=7, help="of everything random (default: 7)")
+    parser.add_argument(
+        "--seeds",
+        type=whole(1, SEEDS_MAX),
+        default=1,
+        help="so many from that one on; means are compared (default: 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -128,9 +161,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     for name in arguments.stories:
         load_story(name)
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     stories = []
     for name in arguments.stories:
-        one = await compare_backends(name, arguments.seed)
+        one = await compare_backends(name, seeds)
         word = "agree" if one["agrees"] else "DIFFER"
         print(f"{name}: the backends {word}", file=sys.stderr, flush=True)
         stories.append(one)
@@ -160,7 +194,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _story(story: Mapping[str, Any]) -> list[str]:
     load = story["load"]
     lines = [
-        f"{story['story']}, seed {story['seed']}: {'agree' if story['agrees'] else 'DIFFER'}",
+        f"{story['story']}, {_seeds(story['seeds'])}: {'agree' if story['agrees'] else 'DIFFER'}",
         f"  {'':<34}{'virtual':>10}{'live':>10}   allowed",
     ]
     for row in story["rows"]:
@@ -177,6 +211,12 @@ def _story(story: Mapping[str, Any]) -> list[str]:
             "again on an idle machine, this proves nothing"
         )
     return lines
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    return f"means of the seeds {seeds[0]} to {seeds[-1]}"
 
 
 def _allowed(tolerance: Tolerance) -> str:

@@ -60,10 +60,10 @@ def test_a_share_of_the_larger_or_an_amount_whichever_is_more():
 
 
 def test_what_is_alike_agrees_and_what_is_not_is_named(virtual):
-    assert all(row["agrees"] is not False for row in rows_of(virtual, live_as(virtual)))
+    assert all(row["agrees"] is not False for row in rows_of([virtual], [live_as(virtual)]))
     slow = copy.deepcopy(virtual["versions"])
     slow["reached_s"]["0.5"] = 2 * slow["reached_s"]["0.5"] + 0.1
-    rows = rows_of(virtual, live_as(virtual, versions=slow, idle_share=None))
+    rows = rows_of([virtual], [live_as(virtual, versions=slow, idle_share=None)])
     wrong = {row["figure"] for row in rows if row["agrees"] is False}
     assert wrong == {"in half of the engines, s", "idle share"}
     assert of(rows, "converged, s")["agrees"] is None
@@ -72,13 +72,27 @@ def test_what_is_alike_agrees_and_what_is_not_is_named(virtual):
 def test_a_reason_that_never_came_up_on_one_backend_counts_as_none(virtual):
     counts = copy.deepcopy(virtual["trajectories"])
     counts["rejected"] = {"damaged": int(0.02 * counts["issued"])}
-    assert of(rows_of(virtual, live_as(virtual, trajectories=counts)), "rejected(damaged) share")[
-        "agrees"
-    ]
+    assert of(
+        rows_of([virtual], [live_as(virtual, trajectories=counts)]), "rejected(damaged) share"
+    )["agrees"]
     counts["rejected"] = {"damaged": int(0.06 * counts["issued"])}
-    row = of(rows_of(virtual, live_as(virtual, trajectories=counts)), "rejected(damaged) share")
+    row = of(rows_of([virtual], [live_as(virtual, trajectories=counts)]), "rejected(damaged) share")
     assert row["virtual"] == 0.0
     assert row["agrees"] is False
+
+
+def test_means_over_the_seeds_are_compared(virtual):
+    counts = copy.deepcopy(virtual["trajectories"])
+    counts["rejected"] = {"damaged": int(0.08 * counts["issued"])}
+    many, few = virtual["steps"] + 20, virtual["steps"] - 20
+    lives = [live_as(virtual, steps=many, trajectories=counts), live_as(virtual, steps=few)]
+    rows = rows_of([virtual, virtual], lives)
+    assert of(rows, "steps")["live"] == virtual["steps"]
+    assert of(rows, "steps")["agrees"]
+    assert of(rows, "rejected(damaged) share")["live"] == pytest.approx(0.04, abs=0.002)
+    assert of(rows_of([virtual] * 2, [lives[0]] * 2), "steps")["agrees"] is False
+    lives[0]["idle_share"] = None
+    assert of(rows_of([virtual] * 2, lives), "idle share")["agrees"] is False
 
 
 @pytest.mark.slow
@@ -98,8 +112,9 @@ def test_the_exit_code_says_whether_they_agree(
     text = capsys.readouterr().out
     assert ("OUTSIDE" in text) == ("steps" in changes)
     assert ("idle machine" in text) == (others_cores > 0)
-    assert main(["agree", str(story), "--json"]) == code
+    assert main(["agree", str(story), "--seeds", "2", "--json"]) == code
     result = json.loads(capsys.readouterr().out)
+    assert result["stories"][0]["seeds"] == [7, 8]
     assert result["agree"] == (code == 0)
     assert set(TOLERANCES) < set(result["tolerances"])
     assert result["machine"]["cores"]
