@@ -96,6 +96,9 @@ def play(
     except (EchoError, BaseExceptionGroup) as error:
         problem.append(f"{ENDS_WELL}: {told(error)}")
     world = worlds[0]
+    if until_s is not None:  # what is shielded ends after it
+        entries = world.trace.entries
+        entries[:] = [entry for entry in entries if entry.at_s <= until_s]
     more = [f"and {world.watch.breaches_more} more"] if world.watch.breaches_more else []
     return Played(name, seed, world, [*world.breaches, *more, *problem], until_s)
 

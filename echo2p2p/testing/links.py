@@ -345,13 +345,9 @@ class SimLinks:
     def _save_up(self, node: Node) -> None:
         """Work out what the lines of a machine have when they were idle."""
         if self._framing is not None:
-            burst_bytes, up, down = (
-                self._framing.burst_bytes,
-                node.up_bytes_per_s,
-                node.down_bytes_per_s,
-            )
-            node.up_burst_s = burst_bytes(up) / up
-            node.down_burst_s = burst_bytes(down) / down
+            saved = self._framing.burst_bytes
+            node.up_burst_s = saved(node.up_bytes_per_s) / node.up_bytes_per_s
+            node.down_burst_s = saved(node.down_bytes_per_s) / node.down_bytes_per_s
 
     def _acknowledge(self, node: Node, size: int, now: float) -> None:
         """Put what tells of packets on the receiver's uplink; nobody waits for it."""
