@@ -20,6 +20,8 @@ from typing import Final, TypeVar
 import trio
 
 from echo2p2p.net.ports import HttpClients, HttpServer, Streams
+from echo2p2p.testing.links import Framing
+from scenarios import namespaces
 from scenarios.worked_ports import WorkedClients, WorkedServer, WorkedStreams
 
 T = TypeVar("T")
@@ -116,8 +118,15 @@ class Cores:
         async with self._free:
             await trio.sleep(seconds)
 
-    def process(self) -> Process:
-        """Return another process on these cores."""
+    @property
+    def framing(self) -> Framing | None:
+        """What the machine's lines are, if its work costs anything: those of the test-bed."""
+        return None if self._costs is None else namespaces.framing()
+
+    async def start_process(self) -> Process:
+        """Let another process come up on these cores."""
+        if self._costs is not None:
+            await self.spend(self._costs.start_s)
         return Process(self, self._costs)
 
 
@@ -133,11 +142,6 @@ class Process:
         self._cores = cores
         self._costs = costs
         self._thread = trio.Lock()
-
-    async def start(self) -> None:
-        """Come up."""
-        if self._costs is not None:
-            await self._cores.spend(self._costs.start_s)
 
     def streams(self, streams: Streams) -> Streams:
         """Return the same, with a TLS handshake at the beginning of each, and work in each."""

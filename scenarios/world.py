@@ -35,7 +35,6 @@ from echo2p2p.wire.frames import Event
 from echo2p2p.wire.messages import Hardware
 from peer.app import PeerApp, PeerPorts
 from peer.config import PeerSettings
-from scenarios import namespaces
 from scenarios.costs import Cores, Process
 from scenarios.fake_engine import FakeEngine
 from scenarios.fake_learner import PARAMETERS, FakeLearner
@@ -70,10 +69,9 @@ class World:
         self.trace = TraceJournal()
         self.app: CoordinatorApp | None = None
         """While the coordinator runs."""
-        framing = namespaces.framing() if spec.costs else None
-        self.network = SimNetwork(self.entropy.rng("loss"), framing=framing)
-        self.http = SimHttp(links=self.network)
         self._cores = Cores(spec.costs, _state_mb(spec))
+        self.network = SimNetwork(self.entropy.rng("loss"), framing=self._cores.framing)
+        self.http = SimHttp(links=self.network)
         self.disk = SimDisk(rng=self.entropy.rng("disk"))
         self.checkpoints: dict[str, bytes] = {}
         self.record = Record()
@@ -209,8 +207,7 @@ class World:
         life = f" life {self._coordinator_lives}" if self._coordinator_lives > 1 else ""
         entropy = self.entropy.fork(COORDINATOR + life)
         journal = self.journal.bind(node=COORDINATOR)
-        process = self._cores.process()
-        await process.start()
+        process = await self._cores.start_process()
         async with self.disk.open_store(STORE, MIGRATIONS) as store:
             ports = CoordinatorPorts(
                 clock=SimClock(),
@@ -272,8 +269,7 @@ class World:
         outcome: str | None = "killed"
         with machine.process.inside(), trio.CancelScope() as machine.scope:
             await self._opened.wait()
-            process = self._cores.process()
-            await process.start()
+            process = await self._cores.start_process()
             settings, ports = self._peer_settings(machine), self._ports(machine, process)
             machine.app = PeerApp(settings, ports, machine.identity)
             try:

@@ -14,6 +14,7 @@ from echo2p2p.testing.network import SimNetwork
 from echo2p2p.weights.anchor import encode_anchor
 from echo2p2p.weights.delta import encode_delta
 from peer.apply import Apply
+from scenarios import namespaces
 from scenarios.costs import MEASURED, Cores, name_of
 from scenarios.play import play
 from scenarios.story import read_story
@@ -36,7 +37,7 @@ def test_who_finds_no_core_waits():
         cores = Cores(costs, 1.0)
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(cores.process().start)
+                nursery.start_soon(cores.start_process)
         return trio.current_time()
 
     assert run_virtual(start_three, ONE, seed=1) == 3.0
@@ -46,8 +47,8 @@ def test_who_finds_no_core_waits():
 
 def test_a_process_does_one_thing_after_another_and_is_not_cancelled_in_its_work():
     async def work(processes):
-        cores = Cores(replace(MEASURED, cores=2), 1.0)
-        both = [cores.process() for _ in range(processes)] * (2 // processes)
+        cores = Cores(replace(MEASURED, cores=2, start_s=0.0), 1.0)
+        both = [await cores.start_process() for _ in range(processes)] * (2 // processes)
         with trio.move_on_after(0.5):
             async with trio.open_nursery() as nursery:
                 for process in both:
@@ -59,14 +60,14 @@ def test_a_process_does_one_thing_after_another_and_is_not_cancelled_in_its_work
 
 
 def test_pieces_and_exchanges_take_the_time_of_whoever_makes_them():
-    costs = replace(MEASURED, piece_s=1.0, exchange_s=4.0, handshake_s=0.25)
+    costs = replace(MEASURED, start_s=0.0, piece_s=1.0, exchange_s=4.0, handshake_s=0.25)
 
     async def main():
         network = SimNetwork()
         for name in "ab":
             network.add_node(name, latency_s=0.5)
         cores = Cores(costs, 1.0)
-        ann, bob = cores.process(), cores.process()
+        ann, bob = await cores.start_process(), await cores.start_process()
         heard = []
 
         async def accept(stream, _):
@@ -130,6 +131,14 @@ def test_a_larger_model_takes_longer():
     )
     assert 0 < small_s < large_s
     assert 0.5 < small_step_s < large_step_s
+
+
+def test_lines_are_those_of_the_test_bed_where_work_costs_something():
+    framing = Cores(MEASURED, 1.0).framing
+    assert framing is not None
+    assert framing.burst_bytes(20e6 / 8) == namespaces.BURST_BYTES
+    assert framing.burst_bytes(1e6 / 8) == namespaces.SLOW_BURST_BYTES_MIN
+    assert Cores(None, 1.0).framing is None
 
 
 def joined_s(costs):
