@@ -9,7 +9,7 @@ payload, on a line that is as fast as what payload can have of it. Bytes travel 
 round trip later, costs its bytes twice and holds up what comes after it on its lane; and no lane is
 faster than loss allows (Mathis et al., 1997: 1.22 MSS / (RTT sqrt(p))). Queues have
 no end, so congestion shows as delay and not as loss; but who has much to send waits while the
-receiver's queue is `QUEUE_S` long, as congestion control would make it.
+queue of either line is `QUEUE_S` long, as congestion control would make it.
 
 Machines can be cut from each other, one way or both, or frozen; what is on its way is held back
 and goes on afterwards, on each lane when its sender tries again: its timer doubles each time (RFC
@@ -46,7 +46,7 @@ AT_ONCE_S: Final = 1e-4
 """What ends within so short a time is not waited for: it would only cost events. Rates are kept, as
 a line's next bytes still start where these end."""
 QUEUE_S: Final = 1.0
-"""Of a downlink: as long as routers of homes let it become."""
+"""Of a line: as long as routers of homes let it become."""
 TIMER_MIN_S: Final = 0.2
 """Least retransmission timeout, as in Linux: beside the round trip, where that hardly varies."""
 WINDOW_FIRST_BYTES: Final = 10 * PACKET_BYTES
@@ -303,8 +303,9 @@ class SimLinks:
         return 0.0 if left_s - now < AT_ONCE_S else left_s - now
 
     def full_for(self, lane: Lane) -> float:
-        """Return the seconds until the receiver's queue is short enough to be sent more."""
-        return max(0.0, lane.receiver.down_free_s - trio.current_time() - QUEUE_S)
+        """Return the seconds until both lines' queues are short enough to be sent more."""
+        free_s = max(lane.sender.up_free_s, lane.receiver.down_free_s)
+        return max(0.0, free_s - trio.current_time() - QUEUE_S)
 
     async def carry(self, lane: Lane, size: int) -> None:
         """Bring ``size`` bytes over, segment by segment; returns when the last is there."""

@@ -18,6 +18,7 @@ from echo2p2p.testing.links import (
     AT_ONCE_S,
     MATHIS,
     PACKET_BYTES,
+    QUEUE_S,
     SEGMENT_BYTES,
     Framing,
     Lane,
@@ -293,6 +294,27 @@ def test_a_cut_that_comes_before_the_next_try_lets_the_timer_go_on():
     play(links, main)
     # At 0.26, 0.74 and 1.70 s in vain.
     assert heard == [pytest.approx(0.02 + 0.24 * 15), pytest.approx(11.02)]
+
+
+def test_who_has_much_to_send_waits_while_either_line_has_a_queue():
+    links = links_of(down_bytes_per_s=RATE)
+
+    async def main() -> None:
+        lane = links.lane("a", "b")
+        assert links.full_for(lane) == 0.0
+        links.travel(lane, int(1.5 * QUEUE_S * RATE), lambda: None)
+        # It stands at the uplink, and once it is through that, nothing does.
+        assert links.full_for(lane) == pytest.approx(0.5 * QUEUE_S)
+        assert links.full_for(links.lane("b", "a")) == 0.0
+        await trio.sleep(0.7 * QUEUE_S)
+        assert links.full_for(lane) == 0.0
+        await trio.sleep(3 * QUEUE_S)
+        links.set_rates("b", up_bytes_per_s=RATE, down_bytes_per_s=RATE / 2)
+        links.travel(lane, int(QUEUE_S * RATE), lambda: None)
+        await trio.sleep(1.1 * QUEUE_S)
+        assert links.full_for(lane) > 0.5 * QUEUE_S, "two seconds of it stand at the downlink"
+
+    play(links, main)
 
 
 @asynccontextmanager
