@@ -9,7 +9,6 @@ own, SQLite another).
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -18,12 +17,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import trio
 
+from coordinator.access import JOIN_FILE, Access, read_access
 from echo2p2p.errors import ChildError
+from scenarios.live_node import WITH_PARENT
 from scenarios.live_usage import used_between
 from scenarios.live_world import coordinator_part, peer_part
 from scenarios.machines import WorldSpec
@@ -108,14 +109,19 @@ async def _running(spec: WorldSpec, root: Path) -> AsyncIterator[list[Path]]:
     part = msgspec.structs.replace(part, usage=f"{root}/usage")
     processes = [_spawn("coordinator", part, root)]
     try:
-        said = await _access(processes[0], root)
+        access = await _access(processes[0], root)
         usages = [root / "usage"]
         for number, peer in enumerate(spec.peers):
             folder = root / peer.name
             folder.mkdir()
             usages.append(root / f"{peer.name}.usage")
-            mine = {"url": said["url"], "token": said["token"], "name": peer.name}
-            mine |= {"folder": str(folder), "engine": {"leases_at_once": peer.leases_at_once}}
+            mine = {
+                "url": access.url,
+                "token": access.token,
+                "name": peer.name,
+                "folder": str(folder),
+                "engine": {"leases_at_once": peer.leases_at_once},
+            }
             one = peer_part(peer, mine, seed=number, can_lie=False, record=root / "record")
             one = msgspec.structs.replace(one, usage=str(usages[-1]))
             processes.append(_spawn("peer", one, root))
@@ -124,29 +130,28 @@ async def _running(spec: WorldSpec, root: Path) -> AsyncIterator[list[Path]]:
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def _spawn(what: str, part: object, root: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-P", "-m", "scenarios.live_node", what]
     with (root / "log").open("ab") as log:
         return subprocess.Popen(  # noqa: S603 - our own words
-            [*words, msgspec.json.encode(part).decode()],
-            stdin=subprocess.DEVNULL,
+            [*words, msgspec.json.encode(part).decode(), WITH_PARENT],
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             cwd=root,
         )
 
 
-async def _access(process: subprocess.Popen[bytes], root: Path) -> dict[str, Any]:
-    file = root / "coordinator" / "join.json"
+async def _access(process: subprocess.Popen[bytes], root: Path) -> Access:
+    folder = root / "coordinator"
     with trio.fail_after(OPEN_S):
-        while not file.exists():
+        while not (folder / JOIN_FILE).exists():
             _check([process], root)
             await trio.sleep(0.05)
-    said: dict[str, Any] = json.loads(file.read_bytes())
-    return said
+    return read_access(folder)
 
 
 def _check(processes: list[subprocess.Popen[bytes]], root: Path) -> None:

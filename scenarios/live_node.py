@@ -39,6 +39,7 @@ from peer.app import PeerPorts
 from peer.command import join as run_peer
 from peer.config import PeerSettings
 from peer.machine import open_machine as open_peer
+from scenarios import namespaces
 from scenarios.fake_engine import FakeEngine, Lengths
 from scenarios.fake_learner import FakeLearner
 from scenarios.false_uploads import Loot, WatchedHttp
@@ -50,6 +51,8 @@ from scenarios.record import Record
 
 ORDERS: Final = "orders.json"
 LOOK_EVERY_S: Final = 0.1
+WITH_PARENT: Final = "--with-parent"
+"""Behind a part: end when standard input does. In `namespaces.WRAP` the kernel sees to it."""
 
 
 class CoordinatorPart(msgspec.Struct, frozen=True):
@@ -300,4 +303,7 @@ def read_record(path: Path, record: Record) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    what, text, *more = sys.argv[1:]
+    if more == [WITH_PARENT]:
+        namespaces.end_with_parent()
+    sys.exit(main(what, text))

@@ -239,10 +239,9 @@ class Dealer:
             state.deals[index] = None
             state.dealt += 1
             state.latest, state.latest_s = index, now
-            failed = self._rates.has_failed(relay)
             self._rates.dealt(relay, now, is_try=bool(due))
             expected_s = state.owed * self._chunk_bytes / self._rates.patient(relay)
-            least_s = POLL_S if failed else REDEAL_MIN_S
+            least_s = POLL_S if self._rates.has_failed(relay) else REDEAL_MIN_S
             deal = self._deals[index] = _Deal(relay, owed, owed, expected_s, least_s, now, at_once)
             self._next_check_s = min(self._next_check_s, now + least_s)
             if fanout is None and owed:

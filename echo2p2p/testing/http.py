@@ -174,10 +174,8 @@ class SimHttp:
     async def open(self, client: str, server: str) -> None:
         """Wait until a new connection is there; no time where nobody counts bytes."""
         if self._links is not None:
-            for sender, receiver in ((client, server), (server, client)):
-                lane = self._links.lane(sender, receiver)
-                lane.is_opening = True
-                await self._links.carry(lane, 0)
+            links = self._links
+            await links.open(links.lane(client, server), links.lane(server, client))
 
     async def travel(self, sender: str, receiver: str, length: int, *, more: bool = False) -> None:
         """Wait until ``length`` bytes are there; for ever if the two are cut.

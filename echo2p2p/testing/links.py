@@ -137,7 +137,7 @@ class Lane:
 
         After a pause of a retransmission timeout a connection begins again, as Linux has it.
         """
-        round_s = self._round_s()
+        round_s = self.round_trip_s()
         while True:
             if left_s >= self.round_s + round_s:
                 is_used = self.round_bytes >= self.window_bytes
@@ -151,12 +151,13 @@ class Lane:
                 return left_s
             left_s = self.round_s + round_s
 
-    def _round_s(self) -> float:
+    def round_trip_s(self) -> float:
+        """Return what the way there and back takes."""
         return 2 * (self.sender.latency_s + self.receiver.latency_s)
 
     def retry_s(self, now: float) -> float:
         """Return when what was lost is sent again after ``now``."""
-        timer_s = OPENING_TIMER_S if self.is_opening else TIMER_MIN_S + self._round_s()
+        timer_s = OPENING_TIMER_S if self.is_opening else TIMER_MIN_S + self.round_trip_s()
         again_s = self.lost_s + timer_s
         while again_s < now:
             timer_s = min(2 * timer_s, TIMER_MAX_S)
@@ -307,6 +308,13 @@ class SimLinks:
         free_s = max(lane.sender.up_free_s, lane.receiver.down_free_s)
         return max(0.0, free_s - trio.current_time() - QUEUE_S)
 
+    async def open(self, out: Lane, back: Lane) -> None:
+        """Open a connection; returns when its other end has said yes."""
+        out.is_opening = back.is_opening = True
+        await self.carry(out, 0)
+        await self.carry(back, 0)
+        out.is_opening = back.is_opening = False
+
     async def carry(self, lane: Lane, size: int) -> None:
         """Bring ``size`` bytes over, segment by segment; returns when the last is there."""
         arrived = trio.Event()
@@ -384,7 +392,7 @@ class SimLinks:
         if not share or not size:
             return 0, 0.0
         assert self._rng is not None, "loss needs a generator"
-        round_s = 2 * (lane.sender.latency_s + lane.receiver.latency_s)
+        round_s = lane.round_trip_s()
         missing, again, late_s = -(-size // PACKET_BYTES), 0, 0.0
         while missing:
             quick = missing >= FAST_RETRANSMIT_PACKETS
@@ -397,7 +405,7 @@ class SimLinks:
     def _lossy_rate(self, lane: Lane) -> float:
         """Return the bytes a second that loss leaves to one connection."""
         share = lane.sender.loss + lane.receiver.loss - lane.sender.loss * lane.receiver.loss
-        round_s = 2 * (lane.sender.latency_s + lane.receiver.latency_s)
+        round_s = lane.round_trip_s()
         if not share or not round_s:
             return math.inf
         return MATHIS * PACKET_BYTES / (round_s * math.sqrt(share))

@@ -58,7 +58,9 @@ class SimNetwork(SimLinks):
 
     def __init__(self, rng: random.Random | None = None, *, framing: Framing | None = None) -> None:
         super().__init__(rng, framing=framing)
-        self.unsent_bytes_max = UNSENT_BYTES if framing is None else UNSENT_BYTES // 2
+        # Where packets wait for a window of their own, only the 16 KiB count that trio leaves to
+        # the kernel unsent.
+        self.unsent_bytes_max = UNSENT_BYTES if framing is None else SEGMENT_BYTES
         self._machines: dict[str, _Machine] = {}
         self._numbers = itertools.count()
 
@@ -97,10 +99,7 @@ class SimNetwork(SimLinks):
             return None
         other = self._machine(endpoint.host)
         out, back = self.lane(machine.name, other.name), self.lane(other.name, machine.name)
-        out.is_opening = back.is_opening = True
-        await self.carry(out, 0)
-        await self.carry(back, 0)
-        out.is_opening = back.is_opening = False
+        await self.open(out, back)
         listener = other.listeners.get(endpoint.port)
         if not (listener and other.alive and machine.alive) or other.refuses:
             return None

@@ -53,3 +53,27 @@ def test_a_process_that_dies_at_its_start_is_named(tmp_path, monkeypatch):
     spec = bench_costs._spec(0)
     with pytest.raises(ChildError, match="host"):
         trio.run(partial(live_costs.measure, spec, step_s=0.0, seconds=1.0))
+
+
+def test_its_processes_end_with_it_however_it_ends(tmp_path, monkeypatch):
+    spawned, spawn = [], live_costs._spawn
+
+    def spy(*arguments):
+        spawned.append(spawn(*arguments))
+        return spawned[-1]
+
+    monkeypatch.setattr(live_costs, "_spawn", spy)
+
+    async def main():
+        async with live_costs._running(bench_costs._spec(0), tmp_path):
+            for process in spawned:
+                process.stdin.close()  # as if whoever measures were killed
+            codes = [
+                await trio.to_thread.run_sync(partial(process.wait, timeout=20))
+                for process in spawned
+            ]
+            assert codes == [1] * len(spawned)
+
+    with pytest.RaisesGroup(ChildError, allow_unwrapped=True):
+        trio.run(main)
+    assert len(spawned) == 5
