@@ -6,7 +6,7 @@ import pytest
 
 from echo2p2p.errors import ConfigError
 from scenarios.story import load_story, read_story, shipped
-from scenarios.swarm import PEERS_MAX, draw_story
+from scenarios.swarm import DELIVERIES_MAX, PEERS_MAX, draw_story
 
 WRONG = {
     "[world]\nstopp_s = 3": "world.stopp_s: Extra inputs are not permitted",
@@ -89,6 +89,10 @@ def test_a_thousand_seeds_draw_stories_that_are_valid_small_and_of_every_fault()
     for seed in range(1, 1001):
         story = draw_story(seed)
         assert sum(group.count for group in story.peers) <= PEERS_MAX
+        # One that joins late, if others depart, is drawn when the learner's pace is settled.
+        settled = sum(group.count for group in story.peers if group.name != "late")
+        period_s = story.world.learner_step_s * story.settings["rollouts"]["publication_period"]
+        assert settled * story.world.stop_s / period_s < DELIVERIES_MAX + 0.01
         assert story.world.stop_s <= 180
         kinds |= {fault.fault for fault in story.nemesis}
     assert len(kinds) == 20
