@@ -155,8 +155,7 @@ class Dealer:
                 del self._deals[index]
                 self._second -= deal.second
                 if not self._announced[index]:
-                    self._undealt.appendleft(index)
-                    self.redealt += 1
+                    self._deal_again(index)
             elif deal.owed > self._lacking(index, deal):
                 self._paid(index, deal, now)
 
@@ -442,8 +441,12 @@ class Dealer:
         if not deal.spread:
             self._rates.in_vain(deal.relay, deal.dealt_s, now)
             self._rates.of(deal.relay).penalise(self._rates.estimate(deal.relay))
-            self._undealt.appendleft(index)
-            self.redealt += 1
+            self._deal_again(index)
+
+    def _deal_again(self, index: int) -> None:
+        self._undealt.appendleft(index)
+        self.redealt += 1
+        self._rates.redealt += 1
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ class RelayRates:
         self._in_vain: Counter[PeerId] = Counter()
         self._failed_s: dict[PeerId, float] = {}
         """When its last try failed."""
+        self.redealt = 0
+        """Chunks that were dealt again, of all payloads."""
         self.allowed: Mapping[PeerId, float] = {}
         """What its owner lets a relay send, bytes per second, where that is known."""
 

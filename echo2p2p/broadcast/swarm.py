@@ -6,9 +6,9 @@ come by itself is announced (HAVE) and pulled (`picker`). A chunk that came from
 pushed on in a mesh, because its relay pushes it to everybody. Anchors are pulled only.
 
 Only verified chunks are announced or sent. An offer precedes the first chunk of a payload on each
-link, and nobody is sent chunks of a payload without having said WANT. All queues have bounds.
-No tit-for-tat: all peers serve one run. Peers that lie are the shell's to remove; this core only
-gives up links that promise and do not deliver.
+link, and nobody is sent chunks of a payload without having said WANT of it or of the delta before
+it, lest the source deal to those whose WANT is back first. All queues have bounds. No tit-for-tat:
+all peers serve one run. The shell removes peers that lie, this core only links that do not deliver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from echo2p2p.broadcast.picker import Pick, Picker
 from echo2p2p.broadcast.reach import Reach
 from echo2p2p.broadcast.relay_rates import RelayRates
 from echo2p2p.broadcast.settings import MESH_NODES_MAX, SwarmSettings
-from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, remember
+from echo2p2p.broadcast.transfer import LinkState, Origin, Transfer, recall, remember, wanting
 from echo2p2p.broadcast.uploads import Uploads
 from echo2p2p.ids import ManifestId, PeerId
 
@@ -70,7 +70,7 @@ class Swarm:
         self._news = NewsTimer(self._settings)
         self._effects: list[Effect] = []
         self._duplicate_bytes = self._unknown_bytes = 0
-        self._pushed = self._requested = self._redealt = 0
+        self._pushed = self._requested = 0
 
     # --- links --------------------------------------------------------------------------------
 
@@ -119,6 +119,7 @@ class Swarm:
         chunk_bytes: int,
         held: Collection[int],
         push: bool,
+        after: ManifestId | None = None,
         now: float,
     ) -> list[Effect]:
         """Hold, or follow, a payload. Adding it again changes nothing.
@@ -129,6 +130,7 @@ class Swarm:
             chunk_bytes: Of a whole chunk.
             held: Verified chunks; the rest is wanted. The source deals only what it holds whole.
             push: Deal it and push it on (deltas); otherwise it is pulled only (anchors).
+            after: The delta before it: who wanted that is taken to want this.
             now: Seconds.
         """
         if manifest_id in self._transfers:
@@ -144,13 +146,13 @@ class Swarm:
         if not chunks.complete:
             missing = ChunkSet(count, (index for index in range(count) if index not in chunks))
             self._picker.follow(manifest_id, missing=missing, chunk_bytes=chunk_bytes, live=push)
+        stands = wanting(self._transfers.get(after)) if after and push else set()
         for link, state in self._links.items():
-            if manifest_id in state.offers_early:
-                del state.offers_early[manifest_id]
-                transfer.view(link).offered = True
+            view = transfer.view(link)
+            view.offered = recall(state.offers_early, manifest_id)
+            view.wants = recall(state.wants_early, manifest_id)
             self._effects += transfer.introduce(link, is_source=self._is_source)
-            if manifest_id in state.wants_early:
-                del state.wants_early[manifest_id]
+            if view.wants or link in stands:
                 self._follower(transfer, link, now)
         self._pump(now)
         return self._take()
@@ -183,12 +185,10 @@ class Swarm:
             if self._is_source:  # a peer may yet come to follow it; we made all that there are
                 self._effects.append(SendReject(link, manifest_id, 0, "unknown"))
             return self._take()
-        if transfer.view(link).wants:  # it forgot the payload, and all that we told it
-            transfer.forget(link, now)
-            transfer.view(link).offered = True
-            self._effects += transfer.introduce(link, is_source=self._is_source)
-        self._follower(transfer, link, now)
-        self._pump(now)
+        self._effects += transfer.wanted(link, now, is_source=self._is_source)
+        if link not in transfer.followers:
+            self._follower(transfer, link, now)
+            self._pump(now)
         return self._take()
 
     def receive_have(
@@ -259,6 +259,10 @@ class Swarm:
         if transfer is not None:
             transfer.check_index(index)
             self._picker.rejected(link, manifest_id, index, reason, now)
+            if index == 0 and reason == "unknown":
+                transfer.unfollow(link, now)
+                self._uploads.to(link).drop(manifest_id)
+                self._pump(now)
             self._plan(now)
         return self._take()
 
@@ -356,9 +360,7 @@ class Swarm:
             self._effects.append(CloseLink(link, "promised chunks and sent none"))
         for transfer in self._transfers.values():
             if transfer.dealer:
-                before = transfer.dealer.redealt
                 transfer.dealer.on_time(now)
-                self._redealt += transfer.dealer.redealt - before
         self._plan(now)
         self._pump(now)
         return self._take()
@@ -370,7 +372,7 @@ class Swarm:
     def statistics(self) -> SwarmStatistics:
         """Return the counters."""
         waste, longest = (self._duplicate_bytes, self._unknown_bytes), self._uploads.longest
-        return SwarmStatistics(*waste, self._pushed, self._requested, self._redealt, longest)
+        return SwarmStatistics(*waste, self._pushed, self._requested, self.rates.redealt, longest)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -381,7 +383,6 @@ class Swarm:
     def _follower(self, transfer: Transfer, link: PeerId, now: float) -> None:
         """``link`` wants the payload: count it in, and tell it what there is."""
         view = transfer.view(link)
-        view.wants = True
         transfer.followers[link] = view.known
         if transfer.dealer:
             transfer.dealer.relay_joined(link, view.held, now)

@@ -37,6 +37,13 @@ def remember(early: dict[ManifestId, None], manifest_id: ManifestId) -> None:
         del early[next(iter(early))]
 
 
+def recall(early: dict[ManifestId, None], manifest_id: ManifestId) -> bool:
+    """Return whether it is among them, and take it out."""
+    known = manifest_id in early
+    early.pop(manifest_id, None)
+    return known
+
+
 @dataclass(slots=True)
 class View:
     """One payload at the other end of one link."""
@@ -48,6 +55,7 @@ class View:
     aware: ChunkSet
     """Of which it knows that we hold them: exchanged with it, or announced to it."""
     wants: bool = False
+    """It has said WANT."""
     offered: bool = False
     """The manifest has crossed the link, either way."""
     asked: bool = False
@@ -102,7 +110,7 @@ class Transfer:
     """When the last of them came."""
     views: dict[PeerId, View] = field(default_factory=dict)
     followers: dict[PeerId, ChunkSet] = field(default_factory=dict)
-    """`View.known` of those that said WANT."""
+    """`View.known` of those that said WANT, or of whom an earlier one stands (`wanting`)."""
     half_pushed: set[int] = field(default_factory=set)
     """Chunks that a peer pushed to us which cannot push them to everybody (`Reach`)."""
     fresh: list[int] = field(default_factory=list)
@@ -132,12 +140,28 @@ class Transfer:
             view.asked = True
             yield SendWant(link, self.manifest_id)
 
-    def forget(self, link: PeerId, now: float) -> None:
-        """The link is gone."""
-        self.views.pop(link, None)
+    def wanted(self, link: PeerId, now: float, *, is_source: bool) -> Iterator[Effect]:
+        """The other side says WANT; for the second time if it forgot all that we told it."""
+        if self.view(link).wants:
+            self.forget(link, now)
+            self.view(link).offered = True
+            yield from self.introduce(link, is_source=is_source)
+        self.view(link).wants = True
+
+    def unfollow(self, link: PeerId, now: float) -> None:
+        """The other side has none of the payload and drops what it is sent; it may say WANT yet."""
+        before = self.views.pop(link, None)
         self.followers.pop(link, None)
         if self.dealer:
             self.dealer.relay_left(link, now)
+        if before is not None:
+            after = self.view(link)
+            after.offered, after.asked, after.wants = before.offered, before.asked, before.wants
+
+    def forget(self, link: PeerId, now: float) -> None:
+        """The link is gone."""
+        self.unfollow(link, now)
+        self.views.pop(link, None)
 
     def news(
         self, link: PeerId, indices: Iterable[int], *, to_source: bool, undialable: bool
@@ -213,3 +237,10 @@ class Transfer:
         """
         if index >= self.count:
             raise RemoteProtocolError(Violation.MALFORMED, f"chunk {index} of {self.count}")
+
+
+def wanting(before: Transfer | None) -> set[PeerId]:
+    """Return who said WANT of this very delta and still follows it: it stands for the next one."""
+    if before is None:
+        return set()
+    return {link for link in before.followers if before.views[link].wants}

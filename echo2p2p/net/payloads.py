@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,6 +16,7 @@ from echo2p2p.limits import UNVERIFIED_CHUNKS_MAX, Fill
 from echo2p2p.net.connections import ConnectionSettings, LinkStatistics
 from echo2p2p.net.ports import SharedState
 from echo2p2p.weights.assembly import Assembly
+from echo2p2p.weights.manifest import is_step
 from echo2p2p.wire.handshake import Self
 from echo2p2p.wire.messages import ManifestHeader, Signed
 from echo2p2p.wire.signing import open_record
@@ -99,6 +101,25 @@ def open_manifest(signed: Signed, me: Self) -> ManifestHeader:
     if header.run_id != me.run_id:
         raise RemoteProtocolError(Violation.WRONG_RUN, "manifest of another run")
     return header
+
+
+def delta_before(
+    payloads: Mapping[ManifestId, Payload], header: ManifestHeader
+) -> ManifestId | None:
+    """Return the delta that leads to where this one begins, if it is among them."""
+    for manifest_id, payload in payloads.items():
+        if is_step(payload.header) and payload.header.version == header.base_version:
+            return manifest_id
+    return None
+
+
+class BadChunks(Counter[str]):
+    """How many bad chunks each source has sent."""
+
+    def count(self, source: str) -> None:
+        """Count one; by name for so many sources, together for the rest."""
+        known = source in self or len(self) < BAD_SOURCES_MAX
+        self[source if known else OTHERS] += 1
 
 
 class Passed:

@@ -5,16 +5,14 @@ chunk before anything else happens to it, feeds `echo2p2p.broadcast.swarm` and p
 answers. The coordinator's own relay and every peer's are this class; they differ in who they are.
 
 A peer that breaks the protocol, or sends a chunk that does not match its digest, loses its link
-and a pause before it gets a new one. Failures of links, of whatever kind, end in the link's own
-task. What we do not follow is dropped and counted. Nothing here chooses whom or what to trust but
-by the run's key.
+and waits for a new one. Failures of links, of whatever kind, end in the link's own task. What we do
+not follow is dropped and counted. Nothing here chooses whom to trust but by the run's key.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Final
@@ -33,13 +31,13 @@ from echo2p2p.ids import SOURCE, ManifestId, PeerId, manifest_id_of
 from echo2p2p.limits import Fill
 from echo2p2p.net.connections import Connections, targets_of
 from echo2p2p.net.payloads import (
-    BAD_SOURCES_MAX,
-    OTHERS,
+    BadChunks,
     Begin,
     Passed,
     Payload,
     RelaySettings,
     RelayStatistics,
+    delta_before,
     in_memory,
     open_manifest,
     payload_fills,
@@ -137,7 +135,7 @@ class RelayNode:
         self._timer = trio.Event()
         self._timer_s = math.inf
         self._sent_bytes = self._sent_delta_bytes = self._received_bytes = 0
-        self._bad_chunks: Counter[str] = Counter()
+        self._bad_chunks = BadChunks()
         self.relaying = True
         """Whether peers get chunks of us; otherwise we only take what we need."""
 
@@ -330,6 +328,7 @@ class RelayNode:
             chunk_bytes=payload.header.chunk_bytes,
             held=assembly.held(),
             push=push,
+            after=delta_before(self._payloads, payload.header),
             now=trio.current_time(),
         )
         self._perform(effects)
@@ -372,8 +371,7 @@ class RelayNode:
 
     def _blame(self, source: str, manifest_id: ManifestId, detail: str) -> None:
         """Record a bad chunk, and cut its sender off if it is linked to us."""
-        known = source in self._bad_chunks or len(self._bad_chunks) < BAD_SOURCES_MAX
-        self._bad_chunks[source if known else OTHERS] += 1
+        self._bad_chunks.count(source)
         self._journal.event(
             CHUNK_REJECTED, source=source, manifest_id=manifest_id.hex(), detail=detail
         )
@@ -441,6 +439,8 @@ class RelayNode:
             self.follow(signed, push=is_step(header))
         elif header.base_version is None:
             self._passed.add(manifest_id, signed, header)
+        elif is_step(header):
+            self._perform([SendReject(peer_id, manifest_id, 0, "unknown")])  # no more of it
 
     def receive_chunk(self, peer_id: PeerId, chunk: ChunkPayload) -> None:
         """Verify one chunk of a live link and feed it to the core.

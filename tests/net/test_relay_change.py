@@ -129,3 +129,59 @@ def test_who_has_twice_the_uplink_relays_about_twice_as_much():
     weak, middle, strong = (sent[f"p{place}"] + sent[f"p{place + 3}"] for place in range(3))
     assert weak < 0.75 * middle
     assert strong > 1.2 * middle
+
+
+class Deltas:
+    """Small deltas, one after the other, to near peers of thin uplinks and far ones of wide."""
+
+    NEAR = ("near0", "near1", "near2")
+    FAR = ("far0", "far1", "far2")
+
+    def __init__(self, count, *, size=200_000, far_latency_s=0.06):
+        self.count, self.size, self.far_latency_s = count, size, far_latency_s
+        self.last_s = []
+        self.sent = []
+        """Of each delta: what each peer has passed on of it."""
+
+    def run(self):
+        run_virtual(self._main, seed=0)
+        return self
+
+    def share_of_far(self, number):
+        sent = self.sent[number]
+        return sum(sent[name] for name in self.FAR) / sum(sent.values())
+
+    async def _main(self):
+        network = SimNetwork()
+        network.add_node("source", up_bytes_per_s=RATE / 2, down_bytes_per_s=RATE, latency_s=0.001)
+        for names, share, latency_s in ((self.NEAR, 0.1, 0.001), (self.FAR, 1, self.far_latency_s)):
+            for name in names:
+                network.add_node(
+                    name, up_bytes_per_s=share * RATE, down_bytes_per_s=RATE, latency_s=latency_s
+                )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(network.run)
+            relays = RelayNet(nursery, network.streams)
+            for name in ("source", *self.NEAR, *self.FAR):
+                await relays.start(name)
+            relays.link_up()
+            await relays.wait_linked()
+            for version in range(1, 1 + self.count):
+                before = {one.name: one.node.statistics().relayed_bytes for one in relays.peers}
+                payload = relays.keys.payload(version, self.size)
+                self.last_s.append(await relays.broadcast(payload))
+                await trio.sleep(1)
+                self.sent.append(
+                    {
+                        one.name: one.node.statistics().relayed_bytes - before[one.name]
+                        for one in relays.peers
+                    }
+                )
+            nursery.cancel_scope.cancel()
+
+
+def test_far_wide_uplinks_get_their_share_of_small_deltas_from_the_second_on():
+    deltas = Deltas(4).run()
+    first_s, *later_s = deltas.last_s
+    assert max(later_s) < 0.7 * first_s
+    assert min(deltas.share_of_far(number) for number in range(1, 4)) > 0.4

@@ -15,7 +15,7 @@ from echo2p2p.weights.anchor import encode_anchor
 from echo2p2p.weights.delta import encode_delta
 from peer.apply import Apply
 from scenarios import namespaces
-from scenarios.costs import MEASURED, Cores, name_of
+from scenarios.costs import MEASURED, SLICE_S, Cores, name_of
 from scenarios.play import play
 from scenarios.story import read_story
 
@@ -40,9 +40,22 @@ def test_who_finds_no_core_waits():
                 nursery.start_soon(cores.start_process)
         return trio.current_time()
 
-    assert run_virtual(start_three, ONE, seed=1) == 3.0
-    assert run_virtual(start_three, replace(ONE, cores=3), seed=1) == 1.0
+    assert run_virtual(start_three, ONE, seed=1) == pytest.approx(3.0)
+    assert run_virtual(start_three, replace(ONE, cores=3), seed=1) == pytest.approx(1.0)
     assert run_virtual(start_three, None, seed=1) == 0.0
+
+
+def test_what_is_short_does_not_wait_for_what_is_long():
+    async def publish():
+        cores = Cores(ONE, 1.0)
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(cores.start_process)
+            await trio.sleep(0.1)
+            await cores.spend(0.001)
+            return trio.current_time() - 0.1
+
+    assert run_virtual(publish, seed=1) <= 3 * SLICE_S + 0.001
 
 
 def test_a_process_does_one_thing_after_another_and_is_not_cancelled_in_its_work():
@@ -55,8 +68,8 @@ def test_a_process_does_one_thing_after_another_and_is_not_cancelled_in_its_work
                     nursery.start_soon(process.work, 1.0)
         return trio.current_time()
 
-    assert run_virtual(work, 1, seed=1) == 2.0
-    assert run_virtual(work, 2, seed=1) == 1.0
+    assert run_virtual(work, 1, seed=1) == pytest.approx(2.0)
+    assert run_virtual(work, 2, seed=1) == pytest.approx(1.0)
 
 
 def test_pieces_and_exchanges_take_the_time_of_whoever_makes_them():
@@ -85,11 +98,11 @@ def test_pieces_and_exchanges_take_the_time_of_whoever_makes_them():
                     Endpoint("b", 1), timeout_s=9.0
                 )
                 # A round trip of 2 s, as much again for TLS, and the handshake's work.
-                assert trio.current_time() == 4.25
+                assert trio.current_time() == pytest.approx(4.25)
                 await stream.send_all(b"x")
                 await trio.sleep(2.0)
             # Ann has worked for a second, a second of way, and Bob has worked for one.
-            assert heard == [(b"x", 4.25 + 3.0)]
+            assert heard == [(b"x", pytest.approx(4.25 + 3.0))]
             server = bob.server(http.server("b", TraceJournal()))
             async with (
                 server.serve((Route("GET", "/", answer, 0),), Endpoint("b", 2)),
@@ -98,7 +111,7 @@ def test_pieces_and_exchanges_take_the_time_of_whoever_makes_them():
                 began_s = trio.current_time()
                 said = await client.request("GET", "/", timeout_s=99.0)
                 # Half of the work is Ann's; then a connection, the question and Bob's half.
-                assert float(said.body) == began_s + 2.0 + 2.0 + 1.0 + 2.0
+                assert float(said.body) == pytest.approx(began_s + 2.0 + 2.0 + 1.0 + 2.0)
             nursery.cancel_scope.cancel()
 
     run_virtual(main, seed=1)
@@ -149,8 +162,8 @@ def joined_s(costs):
 
 
 @pytest.mark.slow
-def test_processes_of_a_story_come_up_one_after_another_on_few_cores():
+def test_processes_of_a_story_share_a_few_cores_as_they_come_up():
     free, costly = joined_s(None), joined_s(MEASURED)
     # The coordinator and then three peers on two cores. Where nothing costs anything, timers are
     # late by a tick each.
-    assert -0.02 < max(costly) - max(free) - 3 * MEASURED.start_s < 0.5
+    assert -0.02 < max(costly) - max(free) - 2.5 * MEASURED.start_s < 0.5
