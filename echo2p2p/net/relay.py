@@ -439,8 +439,8 @@ class RelayNode:
             self.follow(signed, push=is_step(header))
         elif header.base_version is None:
             self._passed.add(manifest_id, signed, header)
-        elif is_step(header):
-            self._perform([SendReject(peer_id, manifest_id, 0, "unknown")])  # no more of it
+        elif is_step(header) and delta_before(self._payloads, header):  # its WANT may stand
+            self._perform([SendReject(peer_id, manifest_id, 0, "unknown")])
 
     def receive_chunk(self, peer_id: PeerId, chunk: ChunkPayload) -> None:
         """Verify one chunk of a live link and feed it to the core.

@@ -165,7 +165,7 @@ class SqliteStore:
         self._ended = trio.Event()
         self._failure: Exception | None = None
         self.commits = 0
-        """Commits so far: fewer than transactions when they shared."""
+        """Commits so far of what had changed anything: fewer than transactions when they shared."""
 
     @classmethod
     @asynccontextmanager
@@ -276,6 +276,7 @@ class SqliteStore:
         return [job for job in batch if job.claim()], False
 
     def _commit(self, connection: sqlite3.Connection, batch: list[_Job]) -> None:
+        changes = connection.total_changes
         try:
             connection.execute("BEGIN IMMEDIATE")
             if not _all_work(connection, batch):
@@ -284,7 +285,7 @@ class SqliteStore:
                 for job in batch:
                     job.result = in_savepoint(connection, job.work)
             connection.execute("COMMIT")
-            self.commits += 1
+            self.commits += connection.total_changes > changes
         except (sqlite3.Error, StoreError) as error:
             with suppress(sqlite3.Error):
                 connection.rollback()

@@ -408,6 +408,19 @@ async def test_what_is_not_wanted_is_neither_fetched_nor_passed_on(autojump_cloc
         await relays.broadcast(relays.keys.payload(2, 100_000))
 
 
+async def test_who_leaves_out_a_delta_after_another_declines_it_and_takes_the_next(autojump_clock):
+    async with relay_net("p0", "p1", "p2") as (_, relays):
+        await relays.start("p1", wants=lambda header: header.version != 2)
+        await start_all(relays, "p0", "p1", "p2")
+        await relays.broadcast(relays.keys.payload(1, 300_000))
+        second = relays.keys.payload(2, 900_000)
+        took_s = await relays.broadcast(second, names=["p0", "p2"])
+        statistics = relays.members["p1"].node.statistics()
+        assert 0 < statistics.unknown_bytes < 0.25 * second.size, "what was under way, and no more"
+        assert took_s < 2.5 * second.size / RATE, "what it was dealt went to others at once"
+        await relays.broadcast(relays.keys.payload(3, 300_000))
+
+
 async def test_a_forgotten_payload_is_gone_and_can_be_followed_again(autojump_clock):
     async with relay_net("p0", "p1") as (_, relays):
         await start_all(relays, "p0", "p1")

@@ -266,7 +266,7 @@ async def test_waiting_calls_take_one_commit(tmp_path: Path) -> None:
                 nursery.start_soon(store.transact, put(str(number), number))
             await trio.testing.wait_all_tasks_blocked()
             release.set()
-        assert store.commits == 2
+        assert store.commits == 1, "the first changed nothing"
 
 
 async def test_those_that_share_a_commit_with_a_failing_one_take_effect_once(
@@ -298,7 +298,7 @@ async def test_those_that_share_a_commit_with_a_failing_one_take_effect_once(
                 nursery.start_soon(call)
             await trio.testing.wait_all_tasks_blocked()
             release.set()
-        assert store.commits == 3
+        assert store.commits == 2
         assert runs > 3, "they ran again, without what had been undone"
         total = await store.transact(lambda rows: rows.execute("SELECT value FROM item").fetchone())
         assert total == (2,)
