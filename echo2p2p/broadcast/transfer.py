@@ -55,7 +55,7 @@ class View:
     aware: ChunkSet
     """Of which it knows that we hold them: exchanged with it, or announced to it."""
     wants: bool = False
-    """It has said WANT."""
+    """It has said WANT; if it says so again, what it was told and sent before is gone."""
     offered: bool = False
     """The manifest has crossed the link, either way."""
     asked: bool = False
@@ -141,7 +141,7 @@ class Transfer:
             yield SendWant(link, self.manifest_id)
 
     def wanted(self, link: PeerId, now: float, *, is_source: bool) -> Iterator[Effect]:
-        """The other side says WANT; for the second time if it forgot all that we told it."""
+        """The other side says WANT; again, if it dropped or forgot all that we sent and told it."""
         if self.view(link).wants:
             self.forget(link, now)
             self.view(link).offered = True
@@ -150,18 +150,15 @@ class Transfer:
 
     def unfollow(self, link: PeerId, now: float) -> None:
         """The other side has none of the payload and drops what it is sent; it may say WANT yet."""
-        before = self.views.pop(link, None)
+        self.view(link).wants = True  # then it begins from nothing, whatever is on its way now
         self.followers.pop(link, None)
         if self.dealer:
             self.dealer.relay_left(link, now)
-        if before is not None:
-            after = self.view(link)
-            after.offered, after.asked, after.wants = before.offered, before.asked, before.wants
 
     def forget(self, link: PeerId, now: float) -> None:
         """The link is gone."""
         self.unfollow(link, now)
-        self.views.pop(link, None)
+        del self.views[link]
 
     def news(
         self, link: PeerId, indices: Iterable[int], *, to_source: bool, undialable: bool
