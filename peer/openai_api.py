@@ -3,8 +3,6 @@
 What is asked is read strictly, as it comes from anybody's program: types, ranges, and whatever
 would change the answer and cannot be done is refused by name, not left out in silence. Parameters
 without influence on the text (``user``, ``store``, ...) are ignored, as clients send many.
-
-An engine answers whole; so a stream has the right form, and its text comes in one piece.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import msgspec
 from echo2p2p.errors import EchoError
 from echo2p2p.net.ports import Response
 from echo2p2p.tasks.base import Message, Prompt
+from peer.speech import Said
 
 MODEL: Final = "echo2"
 """What the model is called; any other name is taken for it."""
@@ -140,29 +139,35 @@ class Asked:
     logprobs: bool
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One answer in text."""
-
-    text: str
-    finish: Literal["stop", "length"]
-    tokens: tuple[str, ...]
-    """Each by itself; what is no whole character shows as U+FFFD."""
-    logprobs: tuple[float, ...]
-    """Of the distribution that was sampled from, aligned with ``tokens``."""
+Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Answered:
-    """All answers to one request, prompt by prompt."""
+class Heading:
+    """What stands at the head of an answer, and of each part of a stream."""
 
-    choices: tuple[Choice, ...]
-    prompt_tokens: int
-    completion_tokens: int
     identity: str
     """32 hexadecimal digits, not used before."""
     created_s: int
     """Wall clock."""
+    versions: str
+    """Of the weights that have answered: ``3``, or ``3-4``."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer."""
+
+    said: Said
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt: int
+    completion: int
 
 
 def read_request(kind: Literal["chat", "text"], body: bytes) -> Asked:
@@ -278,84 +283,103 @@ def json_response(
     return Response(status, body, headers or {}, content_type="application/json")
 
 
-def write_answer(asked: Asked, answered: Answered, headers: Mapping[str, str]) -> Response:
-    """Return the answer in the form that was asked for."""
-    if not asked.stream:
-        return json_response(_whole(asked, answered), headers=headers)
-    events = [json.dumps(event, ensure_ascii=False) for event in _events(asked, answered)]
-    body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
-    return Response(200, body, headers, content_type="text/event-stream")
+def write_answer(
+    asked: Asked,
+    heading: Heading,
+    choices: Sequence[Choice],
+    usage: Usage,
+    headers: Mapping[str, str],
+) -> Response:
+    """Return an answer that is given whole."""
+    written = []
+    for index, choice in enumerate(choices):
+        one: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
+        one["logprobs"] = _logprobs(asked, choice.said)
+        if asked.kind == "chat":
+            one["message"] = {"role": "assistant", "content": choice.said.text, "refusal": None}
+        else:
+            one["text"] = choice.said.text
+        written.append(one)
+    frame = _frame(asked, heading, chunk=False)
+    return json_response({**frame, "choices": written, "usage": _usage(usage)}, headers=headers)
 
 
-def _frame(asked: Asked, answered: Answered, *, chunk: bool) -> dict[str, Any]:
+def _frame(asked: Asked, heading: Heading, *, chunk: bool) -> dict[str, Any]:
     name, prefix = ("chat.completion", "chatcmpl") if asked.kind == "chat" else ("", "cmpl")
     kind = f"{name}.chunk" if name and chunk else name or "text_completion"
     return {
-        "id": f"{prefix}-{answered.identity}",
+        "id": f"{prefix}-{heading.identity}",
         "object": kind,
-        "created": answered.created_s,
+        "created": heading.created_s,
         "model": MODEL,
+        "system_fingerprint": f"version-{heading.versions}",
     }
 
 
-def _usage(answered: Answered) -> dict[str, int]:
+def _usage(usage: Usage) -> dict[str, int]:
     return {
-        "prompt_tokens": answered.prompt_tokens,
-        "completion_tokens": answered.completion_tokens,
-        "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
     }
 
 
-def _whole(asked: Asked, answered: Answered) -> dict[str, Any]:
-    choices = []
-    for index, choice in enumerate(answered.choices):
-        one: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
-        one["logprobs"] = _logprobs(asked, choice)
-        if asked.kind == "chat":
-            one["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
-        else:
-            one["text"] = choice.text
-        choices.append(one)
-    frame = _frame(asked, answered, chunk=False)
-    return {**frame, "choices": choices, "usage": _usage(answered)}
+STREAM_TYPE: Final = "text/event-stream"
+STREAM_END: Final = b"data: [DONE]\n\n"
 
 
-def _events(asked: Asked, answered: Answered) -> list[dict[str, Any]]:
-    """Return the chunks of a stream: for each choice its text, then its end."""
-    frame = _frame(asked, answered, chunk=True)
-    events: list[dict[str, Any]] = []
-    for index, choice in enumerate(answered.choices):
-        logprobs = _logprobs(asked, choice)
-        said: dict[str, Any]
-        ended: dict[str, Any]
-        if asked.kind == "chat":
-            said = {"delta": {"role": "assistant", "content": choice.text}}
-            ended = {"delta": {}}
-        else:
-            said, ended = {"text": choice.text}, {"text": ""}
-        said |= {"index": index, "logprobs": logprobs, "finish_reason": None}
-        ended |= {"index": index, "logprobs": None, "finish_reason": choice.finish}
-        events += [{**frame, "choices": [part]} for part in (said, ended)]
+def write_part(asked: Asked, heading: Heading, index: int, said: Said, *, first: bool) -> bytes:
+    """Return the event of a stream in which a choice goes on; ``first``: begins."""
+    part: dict[str, Any]
+    if asked.kind == "chat":
+        role = {"role": "assistant"} if first else {}
+        part = {"delta": {**role, "content": said.text}}
+    else:
+        part = {"text": said.text}
+    part |= {"index": index, "logprobs": _logprobs(asked, said), "finish_reason": None}
+    return _event(asked, {**_frame(asked, heading, chunk=True), "choices": [part]})
+
+
+def write_end(asked: Asked, heading: Heading, index: int, finish: Finish) -> bytes:
+    """Return the event in which a choice ends."""
+    part: dict[str, Any] = {"delta": {}} if asked.kind == "chat" else {"text": ""}
+    part |= {"index": index, "logprobs": None, "finish_reason": finish}
+    return _event(asked, {**_frame(asked, heading, chunk=True), "choices": [part]})
+
+
+def write_stream_end(asked: Asked, heading: Heading, usage: Usage) -> bytes:
+    """Return what ends a stream."""
+    if not asked.usage_in_stream:
+        return STREAM_END
+    frame = _frame(asked, heading, chunk=True)
+    return _event(asked, {**frame, "choices": [], "usage": _usage(usage)}) + STREAM_END
+
+
+def write_error(error: ApiError) -> bytes:
+    """Return the event in which a stream breaks off."""
+    return b"data: %s\n\n" % error.response().body
+
+
+def _event(asked: Asked, event: dict[str, Any]) -> bytes:
     if asked.usage_in_stream:
-        events = [{**event, "usage": None} for event in events]
-        events.append({**frame, "choices": [], "usage": _usage(answered)})
-    return events
+        event = {"usage": None, **event}
+    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
 
 
-def _logprobs(asked: Asked, choice: Choice) -> dict[str, Any] | None:
+def _logprobs(asked: Asked, said: Said) -> dict[str, Any] | None:
     if not asked.logprobs:
         return None
-    pairs = list(zip(choice.tokens, choice.logprobs, strict=True))
+    pairs = list(zip(said.tokens, said.logprobs, strict=True))
     if asked.kind == "chat":
         content = [
             {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
             for text, value in pairs
         ]
         return {"content": content, "refusal": None}
-    offsets = [sum(map(len, choice.tokens[:place])) for place in range(len(pairs))]
+    offsets = [said.offset + sum(map(len, said.tokens[:place])) for place in range(len(pairs))]
     return {
-        "tokens": list(choice.tokens),
-        "token_logprobs": list(choice.logprobs),
+        "tokens": list(said.tokens),
+        "token_logprobs": list(said.logprobs),
         "top_logprobs": None,
         "text_offset": offsets,
     }

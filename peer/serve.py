@@ -1,8 +1,9 @@
 """Lets anybody talk to the model in training: OpenAI's interface on the peer's own engine.
 
 A request becomes leases like those of the run, and takes its turn at the engine with them; what is
-waiting is answered as one batch. Each answer says by which version it was sampled. The queue is
-bounded: beyond it, 429. On loopback unless the volunteer says otherwise, and then with a key.
+waiting is answered as one batch. A stream is written while the batch runs. Each answer says by
+which version it was sampled. The queue is bounded: beyond it, 429. On loopback unless the volunteer
+says otherwise, and then with a key.
 
 Tokens and text are turned into each other here, which needs the model's tokenizer: the volunteer
 has it in a folder, or the run gives it once the peer is a member.
@@ -11,9 +12,9 @@ has it in a folder, or the run gives it once the peer is a member.
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -33,26 +34,28 @@ from echo2p2p.net.ports import (
     WallClock,
 )
 from echo2p2p.tasks.base import Prompt
-from echo2p2p.wire.arrays import from_tokens, to_logprobs, to_tokens
-from echo2p2p.wire.messages import Lease, Sample, Sampling
-from peer.engine.base import Generated
+from echo2p2p.wire.arrays import from_tokens
+from echo2p2p.wire.messages import Lease, Sampling
+from peer.engine.base import Generated, Heard
 from peer.openai_api import (
     BODY_BYTES_MAX,
     MODEL,
-    Answered,
+    STREAM_TYPE,
     ApiError,
     Asked,
     Choice,
+    Heading,
+    Usage,
     json_response,
     read_request,
     write_answer,
 )
+from peer.telling import RETRY_S, Telling, Waiting, choice_of, give_up, hear, span_of
 
 WAITING_MAX: Final = 32
 """Prompts that wait for the engine; of one request at most 16."""
 BATCH_MAX: Final = 8
 """Prompts that are answered at once."""
-RETRY_S: Final = 2
 READ_BYTES_MAX: Final = 8 * BODY_BYTES_MAX
 """A body that is too long is refused in OpenAI's form, up to this length; beyond it, in ours."""
 SERVE_FAILED: Final = "serve.failed"
@@ -64,8 +67,8 @@ class Speaker(Protocol):
     version: Version | None
     digest: Digest | None
 
-    async def generate(self, leases: list[Lease]) -> list[Generated]:
-        """Answer leases as one batch."""
+    async def generate(self, leases: list[Lease], heard: Heard | None = None) -> list[Generated]:
+        """Answer leases as one batch, and tell how they grow."""
         ...
 
 
@@ -83,16 +86,6 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         ...
-
-
-@dataclass
-class _Waiting:
-    """One prompt on its way to the engine and back."""
-
-    lease: Lease
-    done: trio.Event = field(default_factory=trio.Event)
-    answer: Generated | None = None
-    given_up: bool = False
 
 
 class ModelServer:
@@ -126,7 +119,7 @@ class ModelServer:
         self._rng = entropy.rng("serve")
         self._offload = offload
         self._journal = journal
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         self._news = trio.lowlevel.ParkingLot()
 
     def routes(self) -> tuple[Route, ...]:
@@ -148,15 +141,17 @@ class ModelServer:
             batch, self._waiting = self._waiting[:BATCH_MAX], self._waiting[BATCH_MAX:]
             batch = [each for each in batch if not each.given_up]
             speaker = self._speaker()
+            heard = partial(hear, batch) if any(each.streamed for each in batch) else None
             try:
                 if speaker is not None and batch:
-                    answers = await speaker.generate([each.lease for each in batch])
+                    answers = await speaker.generate([each.lease for each in batch], heard)
                     for each, answer in zip(batch, answers, strict=True):
                         each.answer = answer
             except EngineError as error:
                 self._journal.event(SERVE_FAILED, prompts=len(batch), detail=str(error))
             for each in batch:
-                each.done.set()
+                each.done = True
+                each.news.unpark_all()
 
     def _safe(
         self, handler: Callable[[Request], Awaitable[Response]]
@@ -211,19 +206,48 @@ class ModelServer:
         leases = await self._offload.run(lambda: self._leases(asked))
         if len(self._waiting) + len(leases) > WAITING_MAX:
             raise ApiError(429, "too many prompts wait here: ask again", retry_after_s=RETRY_S)
-        waiting = [_Waiting(lease) for lease in leases]
+        news = trio.lowlevel.ParkingLot()
+        waiting = [Waiting(lease, news, asked.stream) for lease in leases]
         self._waiting += waiting
         self._news.unpark_all()
+        enough = any if asked.stream else all
         try:
-            for each in waiting:
-                await each.done.wait()
-        finally:  # whoever has gone needs no answer
-            for each in waiting:
-                each.given_up = True
-        answers = [self._checked(each) for each in waiting]
-        headers = _version_headers(answers, speaker)
-        answered = await self._offload.run(lambda: self._spoken(asked, leases, answers))
-        return write_answer(asked, answered, headers)
+            while not enough(each.done or each.grown for each in waiting):
+                await news.park()
+            return await self._begun(asked, waiting, speaker)
+        except BaseException:  # whoever has gone needs no answer
+            give_up(waiting)
+            raise
+
+    async def _begun(self, asked: Asked, waiting: list[Waiting], speaker: Speaker) -> Response:
+        """Return the answer, or what there is of a stream.
+
+        Raises:
+            ApiError: The engine has failed or refused.
+        """
+        answers = [each.checked() for each in waiting if each.done]
+        versions = set[int]().union(*(each.versions() for each in waiting))
+        heading, headers = self._heading(versions), _version_headers(versions, speaker)
+        if asked.stream:
+            told = Telling(asked, heading, waiting, self._tokenizer, self._offload)
+            return Response(200, b"", headers, content_type=STREAM_TYPE, rest=told.events())
+        choices = await self._offload.run(lambda: self._spoken(asked, answers))
+        usage = Usage(
+            prompt=sum(each.lease.prompt.length for each in waiting),
+            completion=sum(s.tokens.length for answer in answers for s in answer.samples),
+        )
+        return write_answer(asked, heading, choices, usage, headers)
+
+    def _heading(self, versions: Collection[int]) -> Heading:
+        return Heading(
+            identity=f"{self._rng.getrandbits(128):032x}",
+            created_s=int(self._clock.time()),
+            versions=span_of(versions),
+        )
+
+    def _spoken(self, asked: Asked, answers: Sequence[Generated]) -> list[Choice]:
+        samples = [sample for answer in answers for sample in answer.samples]
+        return [choice_of(asked, self._tokenizer, sample) for sample in samples]
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -282,64 +306,11 @@ class ModelServer:
             affinity=None,
         )
 
-    def _checked(self, waiting: _Waiting) -> Generated:
-        if waiting.answer is None:
-            raise ApiError(503, "the engine failed: ask again", retry_after_s=RETRY_S)
-        if waiting.answer.refused:
-            raise ApiError(400, waiting.answer.refused, code="context_length_exceeded")
-        return waiting.answer
 
-    def _spoken(
-        self, asked: Asked, leases: Sequence[Lease], answers: Sequence[Generated]
-    ) -> Answered:
-        samples = [sample for answer in answers for sample in answer.samples]
-        return Answered(
-            choices=tuple(self._choice(asked, sample) for sample in samples),
-            prompt_tokens=sum(lease.prompt.length for lease in leases),
-            completion_tokens=sum(sample.tokens.length for sample in samples),
-            identity=f"{self._rng.getrandbits(128):032x}",
-            created_s=int(self._clock.time()),
-        )
-
-    def _choice(self, asked: Asked, sample: Sample) -> Choice:
-        tokens = to_tokens(sample.tokens).tolist()
-        logprobs = to_logprobs(sample.logprobs).tolist()
-        if sample.finish == "stop" and tokens and tokens[-1] in self._tokenizer.stop_ids:
-            del tokens[-1], logprobs[-1]
-        text, finish = self._tokenizer.decode(tokens), sample.finish
-        cuts = [at for stop in asked.stops if (at := text.find(stop)) >= 0]
-        if cuts:
-            text, finish = text[: min(cuts)], "stop"
-            count = self._tokens_of(tokens, min(cuts))
-            del tokens[count:], logprobs[count:]
-        spelt = [self._tokenizer.decode([token]) for token in tokens] if asked.logprobs else []
-        return Choice(
-            text=text,
-            finish="length" if finish == "length" else "stop",
-            tokens=tuple(spelt),
-            logprobs=tuple(logprobs[: len(spelt)]),
-        )
-
-    def _tokens_of(self, tokens: Sequence[int], characters: int) -> int:
-        """Return how many tokens have so many characters; the last may have more."""
-        low, high = 0, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            if len(self._tokenizer.decode(tokens[:middle])) < characters:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
-
-def _version_headers(answers: Sequence[Generated], speaker: Speaker) -> dict[str, str]:
+def _version_headers(versions: Collection[int], speaker: Speaker) -> dict[str, str]:
     """Return by which version the answers were sampled, and its digest if it is still there."""
-    spans = [span.version for each in answers for s in each.samples for span in s.spans]
-    if not spans:
-        return {}
-    first, last = min(spans), max(spans)
-    headers = {"X-Echo2-Version": str(first) if first == last else f"{first}-{last}"}
-    if first == last == speaker.version and speaker.digest is not None:
+    headers = {"X-Echo2-Version": span_of(versions)}
+    if set(versions) == {speaker.version} and speaker.digest is not None:
         headers["X-Echo2-Digest"] = speaker.digest.hex()
     return headers
 

@@ -24,9 +24,9 @@ from echo2p2p.net import child_worker
 from echo2p2p.net.child_worker import Method, Report, Stopwatch
 from echo2p2p.testing.system import MemoryState
 from echo2p2p.wire.arrays import from_logprobs
-from echo2p2p.wire.messages import Lease, Sample
+from echo2p2p.wire.messages import Sample
 from peer.engine.base import EngineInfo, EngineSetup, LoadReport
-from peer.engine.calls import BatchReply, LoadCall, ProveCall
+from peer.engine.calls import BatchCall, BatchReply, LoadCall, ProveCall
 from scenarios.fake_engine import FakeEngine
 
 T = TypeVar("T")
@@ -62,8 +62,9 @@ class Worker:
         """Prove it."""
         return _run(self._engine.prove)
 
-    def generate(self, leases: list[Lease], _: Report) -> BatchReply:
+    def generate(self, call: BatchCall, _: Report) -> BatchReply:
         """Do as ordered."""
+        leases = call.leases
         print(f"{self._how} with {len(leases)} leases", flush=True)
         if self._how == "hang":
             Event().wait()
@@ -103,7 +104,7 @@ def main() -> None:
             "start": Method(EngineSetup, worker.start, beats=True),
             "load": Method(LoadCall, worker.load),
             "prove": Method(ProveCall, worker.prove),
-            "generate": Method(list[Lease], worker.generate),
+            "generate": Method(BatchCall, worker.generate),
         },
         beat_s=0.2,
     )

@@ -35,6 +35,8 @@ from scenarios.one_to_many import OneToMany, receive_whole
 
 PORT: Final = 7000
 POLL_S: Final = 0.01
+LINK_POLL_S: Final = 0.25
+"""Many processes that look often would leave each other no time to link."""
 CHUNK_BYTES_MIN: Final = 16 * 1024
 CHUNK_BYTES_MAX: Final = 1024 * 1024
 """Both as the coordinator's settings are by default."""
@@ -151,7 +153,7 @@ class RelayPart:
         )
         wanted = len(role.neighbours) + (role.index > 0)
         while len(node.statistics().links) < wanted:
-            await a_moment()
+            await a_moment(LINK_POLL_S)
 
     async def broadcast(self) -> None:
         """See `Part`."""
@@ -236,9 +238,9 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-async def a_moment() -> None:
+async def a_moment(seconds: float = POLL_S) -> None:
     """Let the relays run on: what is waited for is no event of theirs."""
-    await trio.sleep(POLL_S)
+    await trio.sleep(seconds)
 
 
 async def words() -> AsyncGenerator[str, None]:

@@ -30,7 +30,16 @@ from echo2p2p.weights.touched import Places, digest_selected, touched_parts
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span
 from peer.engine.answers import positions_of, vocabulary_of
-from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, LoadReport, Selection
+from peer.engine.base import (
+    Between,
+    EngineInfo,
+    EngineSetup,
+    Generated,
+    Grown,
+    Heard,
+    LoadReport,
+    Selection,
+)
 from peer.engine.batches import Labels
 from peer.engine.refusal import refusal_of
 from peer.touched import Touched
@@ -40,6 +49,8 @@ GOLDEN: Final = 0.618033988749895
 """Spreads what follows each other."""
 KEPT_BYTES: Final = 16 * MIB
 """A smaller model's bits are kept, so that only what changes need be loaded."""
+TOLD_TOKENS: Final = 4
+"""Of each sample, before somebody who wants to hear is told again."""
 THOUGHT: Final = FIRST_CHARACTER + CHARACTERS.index(".")
 
 
@@ -187,7 +198,12 @@ class FakeEngine:
         return digest_selected(self._started(), self._bits, places, selection.window)
 
     async def generate(
-        self, leases: list[Lease], *, timeout_s: float = inf, between: Between | None = None
+        self,
+        leases: list[Lease],
+        *,
+        timeout_s: float = inf,
+        between: Between | None = None,
+        heard: Heard | None = None,
     ) -> list[Generated]:
         """See `Engine`."""
         self._generates += 1
@@ -206,8 +222,12 @@ class FakeEngine:
             await self._life.spend(seconds / 2)
             self.kill()
         while done < _longest(answers):
-            done += await self._stretch(_longest(answers) - done)
-            if done < _longest(answers) and between is not None:
+            left = _longest(answers) - done
+            tokens, stopped = await self._stretch(left if heard is None else min(TOLD_TOKENS, left))
+            if heard is not None:
+                heard(self._grown(leases, answers, done, done + tokens))
+            done += tokens
+            if stopped and done < _longest(answers) and between is not None:
                 label = self._label()
                 await between()
                 if self._label() != label:
@@ -220,16 +240,33 @@ class FakeEngine:
             for lease, answer, refusal in zip(leases, answers, refusals, strict=True)
         ]
 
-    async def _stretch(self, tokens: int) -> int:
-        """Generate until interrupted; return how many tokens of each sample that were."""
+    def _grown(
+        self, leases: list[Lease], answers: list[tuple[Sample, ...]], start: int, end: int
+    ) -> list[Grown]:
+        """Return these tokens of each sample that has them and was not to be scored."""
+        return [
+            Grown(
+                lease=place,
+                sample=number,
+                version=self._label()[0],
+                tokens=to_tokens(sample.tokens)[start:end].tolist(),
+                logprobs=to_logprobs(sample.logprobs)[start:end].tolist(),
+            )
+            for place, answer in enumerate(answers)
+            for number, sample in enumerate(answer)
+            if leases[place].forced is None and sample.tokens.length > start
+        ]
+
+    async def _stretch(self, tokens: int) -> tuple[int, bool]:
+        """Generate until interrupted; return how many tokens of each sample, and if it was."""
         with trio.CancelScope() as self._stretching:
             await self._life.spend(tokens * self._seconds_per_token)
         stopped, self._stretching = self._stretching.cancelled_caught, None
         if not stopped:
-            return tokens
+            return tokens, False
         left = self._life.left_s / max(1e-9, self._seconds_per_token)
         await self._life.spend(0)
-        return min(tokens, int(tokens - left) + 1)
+        return min(tokens, int(tokens - left) + 1), True
 
     def interrupt(self) -> None:
         """See `Engine`."""

@@ -107,6 +107,11 @@ def address_of(index: int) -> str:
     return f"198.18.{index // 200}.{index % 200 + 1}"
 
 
+def hardware_address_of(index: int) -> str:
+    """Return the address of a machine's port, of those that nobody sells."""
+    return f"02:e2:00:00:{index >> 8:02x}:{index & 255:02x}"
+
+
 def name_of(index: int) -> str:
     """Return a machine's namespace."""
     return f"n{index}"
@@ -128,7 +133,8 @@ def hub_batch(lines: Sequence[Line]) -> str:
     for name in (BRIDGE, ASIDE):
         made += [f"link add {name} type bridge stp_state 0 forward_delay 0", f"link set {name} up"]
     for index in range(len(lines)):
-        made.append(f"link add h{index} type veth peer name {PORT} netns {name_of(index)}")
+        port = f"name {PORT} address {hardware_address_of(index)} netns {name_of(index)}"
+        made.append(f"link add h{index} type veth peer {port}")
         made.append(f"link set h{index} master {BRIDGE} up")
     return "\n".join(made)
 
@@ -144,17 +150,26 @@ def isolation(index: int) -> str:
     return f"link set dev h{index} isolated on"
 
 
-def machine_batch(index: int) -> str:
-    """Return what `ip` makes on a machine."""
+def machine_batch(index: int, count: int) -> str:
+    """Return what `ip` makes on one of ``count`` machines.
+
+    They know each other's hardware addresses: a kernel finds 1024 at most at a time, in all its
+    namespaces together, and 64 machines that talk to each other have 4032.
+    """
     address = address_of(index)
-    return "\n".join(
-        (
-            f"addr add {address}/16 dev {PORT}",
-            "link set lo up",
-            f"link set {PORT} up",
-            f"route replace 198.18.0.0/16 dev {PORT} src {address} congctl cubic",
-        )
-    )
+    made = [
+        f"addr add {address}/16 dev {PORT}",
+        "link set lo up",
+        f"link set {PORT} up",
+        f"route replace 198.18.0.0/16 dev {PORT} src {address} congctl cubic",
+    ]
+    made += [
+        f"neigh add {address_of(other)} lladdr {hardware_address_of(other)} dev {PORT} "
+        "nud permanent"
+        for other in range(count)
+        if other != index
+    ]
+    return "\n".join(made)
 
 
 def bucket_bytes(mbit: float) -> int:
@@ -285,7 +300,8 @@ class Machines:
         if isolated:
             await _run(["bridge", "-n", HUB, "-batch", "-"], isolated)
         for index, line in enumerate(self._lines):
-            await _run(["ip", "-n", name_of(index), "-batch", "-"], machine_batch(index))
+            made = machine_batch(index, len(self._lines))
+            await _run(["ip", "-n", name_of(index), "-batch", "-"], made)
             await _run(["tc", "-n", name_of(index), "-batch", "-"], shaping(PORT, line.up_mbit))
 
     @asynccontextmanager

@@ -54,6 +54,7 @@ from peer.engine.base import (
     EngineInfo,
     EngineSetup,
     Generated,
+    Heard,
     LoadReport,
     Selection,
 )
@@ -134,11 +135,14 @@ class PacedEngine:
         *,
         timeout_s: float = math.inf,
         between: Between | None = None,
+        heard: Heard | None = None,
     ) -> list[Generated]:
         """See `Engine`."""
         samples = sum(len(lease.seeds) for lease in leases)
         async with lasting(samples * self._sample_s):
-            return await self._engine.generate(leases, timeout_s=timeout_s, between=between)
+            return await self._engine.generate(
+                leases, timeout_s=timeout_s, between=between, heard=heard
+            )
 
     def interrupt(self) -> None:
         """See `Engine`."""

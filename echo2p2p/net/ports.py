@@ -8,7 +8,7 @@ trio's own clock argument; so is sleeping. Only `app.py` chooses which form is u
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -123,6 +123,10 @@ class Response:
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     content_type: str = "application/msgpack"
+    rest: AsyncGenerator[bytes, None] | None = None
+    """What comes after ``body``, piece by piece; of handlers only, as clients read answers whole.
+    It runs in a task of the server, is asked for a piece when the one before is on its way, and is
+    closed when the client has gone. One that raises is a bug: the answer then breaks off."""
 
 
 Handler = Callable[[Request], Awaitable[Response]]

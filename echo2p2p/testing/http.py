@@ -11,8 +11,8 @@ from each other (whoever waits, waits until the timeout). TLS is off in simulati
 from __future__ import annotations
 
 import traceback
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -71,10 +71,13 @@ class _Listener:
         self.context.run(start, self._run, exchange, found, request)
 
     async def _run(self, exchange: _Exchange, found: routing.Match, request: Request) -> None:
-        response = routing.closing()
+        response: Response | None = routing.closing()
         try:
             with exchange.scope:
                 response = await self._run_guarded(found.route, request)
+                if (rest := response.rest) is not None:
+                    head, response = response, None
+                    response = await self._run_rest(found.route, head, rest)
         finally:
             self.exchanges.pop(exchange, None)
             exchange.finish(response)
@@ -83,14 +86,31 @@ class _Listener:
         try:
             return await route.handler(request)
         except Exception as error:  # noqa: BLE001 - as in the real server
-            self.journal.event(
-                routing.HANDLER_FAILED,
-                method=route.method,
-                path=route.path,
-                cause=f"{type(error).__name__}: {error}",
-                exception=traceback.format_exc(),
-            )
+            self._note_failed(route, error)
             return routing.handler_failed()
+
+    async def _run_rest(
+        self, route: Route, head: Response, rest: AsyncGenerator[bytes, None]
+    ) -> Response | None:
+        """Return an answer with what followed it; here it arrives whole, or breaks off."""
+        body = bytearray(head.body)
+        try:
+            async with aclosing(rest):
+                async for piece in rest:
+                    body += piece
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note_failed(route, error)
+            return None
+        return replace(head, body=bytes(body), rest=None)
+
+    def _note_failed(self, route: Route, error: Exception) -> None:
+        self.journal.event(
+            routing.HANDLER_FAILED,
+            method=route.method,
+            path=route.path,
+            cause=f"{type(error).__name__}: {error}",
+            exception=traceback.format_exc(),
+        )
 
 
 class SimHttp:

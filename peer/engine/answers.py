@@ -10,6 +10,7 @@ cannot see is a plausible lie.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -20,7 +21,7 @@ from echo2p2p.ids import PeerId, Step, Version
 from echo2p2p.rollouts.trajectory import LOGPROB_MAX, Expectation, Reason, Refused, check_upload
 from echo2p2p.wire.arrays import to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Upload
-from peer.engine.base import Generated
+from peer.engine.base import Generated, Grown
 
 UNKNOWN_VOCABULARY: Final = 1 << 32
 """Any token id fits."""
@@ -43,6 +44,19 @@ def _number(model_config: str, key: str, unknown: int) -> int:
         return int({**plain, **plain.get("text_config", {})}[key])
     except (ValueError, TypeError, KeyError, AttributeError):
         return unknown
+
+
+def fitting(leases: Sequence[Lease], grown: Sequence[Grown], vocabulary: int) -> list[Grown]:
+    """Return what can be a part of answers to ``leases``; the rest will not pass at the end."""
+    return [
+        each
+        for each in grown
+        if 0 <= each.lease < len(leases)
+        and 0 <= each.sample < leases[each.lease].samples
+        and 1 <= len(each.tokens) == len(each.logprobs)
+        and all(0 <= token < vocabulary for token in each.tokens)
+        and all(map(math.isfinite, each.logprobs))
+    ]
 
 
 def check_answers(

@@ -6,7 +6,7 @@ are made one at a time, except `close` and `interrupt`.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -102,6 +102,23 @@ class Generated:
     """Why this engine cannot answer this lease, in one line; there are no samples then."""
 
 
+@dataclass(frozen=True)
+class Grown:
+    """What a sample has grown by since the engine last told; put together it is the sample."""
+
+    lease: int
+    """Its lease's place in the call."""
+    sample: int
+    """Its place in the lease."""
+    version: Version
+    tokens: list[int]
+    logprobs: list[float]
+
+
+Heard = Callable[[Sequence[Grown]], None]
+"""Told how samples grow while a batch runs; returns at once."""
+
+
 class Engine(Protocol):
     """One model that generates; its weights change under it."""
 
@@ -149,8 +166,11 @@ class Engine(Protocol):
         *,
         timeout_s: float = GENERATE_TIMEOUT_S,
         between: Between | None = None,
+        heard: Heard | None = None,
     ) -> list[Generated]:
         """Answer all leases as one batch, in their order.
+
+        ``heard`` is told of what is sampled, every few tokens; not of given tokens that are scored.
 
         When it is interrupted it stops after a token of each sample and awaits ``between``, which
         may `load` and `prove`, and goes on with what is loaded then: what came before a token was

@@ -1,20 +1,20 @@
 """Batches that can stand still between two tokens, for engines' processes.
 
-A batch is a generator: each turn is a token of each sample that is not through, and its return
-value is all answers. Between two turns other weights may be loaded; a `Labels` keeps which version
-each token was sampled with.
+A batch is a generator: each turn is a token of each sample that is not through, which it tells of
+if somebody wants to hear, and its return value is all answers. Between two turns other weights may
+be loaded; a `Labels` keeps which version each token was sampled with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 from echo2p2p.ids import Version
 from echo2p2p.wire.messages import Span
-from peer.engine.base import Generated
+from peer.engine.base import Generated, Grown
 
-Answering: TypeAlias = Generator[None, None, list[Generated]]
+Answering: TypeAlias = Generator[Sequence[Grown], None, list[Generated]]
 
 
 def finish(batch: Answering) -> list[Generated]:

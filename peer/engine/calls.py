@@ -12,6 +12,7 @@ from echo2p2p.net.memory import map_state
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.state import state_digest
 from echo2p2p.weights.touched import Part, Places, Window, selected_parts, selection_digest
+from echo2p2p.wire.messages import Lease
 from peer.engine.base import Generated, Selection
 from peer.touched import Touched
 
@@ -88,6 +89,14 @@ def proof_of(layout: Layout, call: ProveCall, bits: bytearray | memoryview) -> D
     if call.touched is None:
         return state_digest(layout, bits)
     return selection_digest(layout, bits)
+
+
+class BatchCall(msgspec.Struct, frozen=True):
+    """`Engine.generate`."""
+
+    leases: list[Lease]
+    heard: bool = False
+    """Whether to tell how samples grow, by a progress message a turn: a list of `Grown`."""
 
 
 class BatchReply(msgspec.Struct, frozen=True):

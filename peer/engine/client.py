@@ -17,10 +17,12 @@ from peer.engine.base import (
     EngineInfo,
     EngineSetup,
     Generated,
+    Grown,
+    Heard,
     LoadReport,
     Selection,
 )
-from peer.engine.calls import BatchReply, LoadCall, PhaseReply, ProveCall, TouchedFile
+from peer.engine.calls import BatchCall, BatchReply, LoadCall, PhaseReply, ProveCall, TouchedFile
 from peer.touched import Touched
 
 
@@ -99,21 +101,30 @@ class EngineProcess:
         *,
         timeout_s: float = GENERATE_TIMEOUT_S,
         between: Between | None = None,
+        heard: Heard | None = None,
     ) -> list[Generated]:
         """Answer leases; see the port. ``timeout_s`` is for each stretch without a stop."""
-        reply = await self._stretch("generate", leases, timeout_s)
+        call = BatchCall(leases, heard is not None)
+        reply = await self._stretch("generate", call, timeout_s, heard)
         while reply.answers is None:
             if between is not None:
                 await between()
-            reply = await self._stretch("resume", None, timeout_s)
+            reply = await self._stretch("resume", None, timeout_s, heard)
         return reply.answers
 
     async def _stretch(
-        self, method: str, leases: list[Lease] | None, timeout_s: float
+        self, method: str, call: BatchCall | None, timeout_s: float, heard: Heard | None
     ) -> BatchReply:
         self._generating = True
         try:
-            return await self.child.call(method, leases, BatchReply, timeout_s=timeout_s)
+            return await self.child.call(
+                method,
+                call,
+                BatchReply,
+                timeout_s=timeout_s,
+                progress=heard,
+                progress_kind=list[Grown],
+            )
         finally:
             self._generating = False
 

@@ -31,7 +31,7 @@ from echo2p2p.weights.touched import Part, selection_bytes, touched_parts
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Lease, Sample
 from peer.engine import trial
-from peer.engine.base import EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.base import EngineInfo, EngineSetup, Generated, Grown, LoadReport
 from peer.engine.batches import Answering, Labels, finish
 from peer.engine.calls import EVERYTHING, ProveCall, TouchedFile, parts_of, proof_of
 from peer.engine.hf_batch import Batch
@@ -54,6 +54,8 @@ class _Row:
     place: int
     """Of its lease in the call."""
     seed: int
+    number: int
+    """Of the sample in its lease."""
     open: bool = True
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,6 +66,10 @@ class _Row:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.open = token not in self.lease.stop_ids and len(self.tokens) < self.lease.tokens_max
+
+    def newest(self, version: Version) -> Grown:
+        """Return its last token."""
+        return Grown(self.place, self.number, version, self.tokens[-1:], self.logprobs[-1:])
 
     def held(self, prompt: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Return prompt and tokens."""
@@ -201,7 +207,7 @@ class HfEngine:
         """
         return finish(self.begin(leases))
 
-    def begin(self, leases: Sequence[Lease]) -> Answering:
+    def begin(self, leases: Sequence[Lease], *, heard: bool = False) -> Answering:
         """Answer leases, token by token.
 
         Raises:
@@ -216,13 +222,13 @@ class HfEngine:
         ]
         good = [place for place, refusal in enumerate(refusals) if not refusal]
         rows = [
-            _Row(leases[place], place, seed)
+            _Row(leases[place], place, seed, number)
             for place in good
             if leases[place].forced is None
-            for seed in leases[place].seeds
+            for number, seed in enumerate(leases[place].seeds)
         ]
         for start in range(0, len(rows), ROWS_MAX):
-            yield from self._sample(rows[start : start + ROWS_MAX], prompts)
+            yield from self._sample(rows[start : start + ROWS_MAX], prompts, heard=heard)
         for place in good:
             if leases[place].forced is not None:
                 rows += self._score(leases[place], place, prompts[place])
@@ -242,8 +248,8 @@ class HfEngine:
         ]
 
     def _sample(
-        self, rows: Sequence[_Row], prompts: Sequence[NDArray[np.uint32]]
-    ) -> Iterator[None]:
+        self, rows: Sequence[_Row], prompts: Sequence[NDArray[np.uint32]], *, heard: bool
+    ) -> Iterator[list[Grown]]:
         """Fill the rows' tokens and log-probs: one token of each a turn, until all have ended.
 
         With other weights than in the turn before, all that the rows hold is computed anew.
@@ -257,9 +263,10 @@ class HfEngine:
         shape = Distributions([row.lease.sampling for row in rows], self._device)
         active = rows  # aligned with the batch, the uniforms and the distributions
         while True:
+            growing = [row for row in active if row.open] if heard else []
             with torch.inference_mode():
                 tokens = self._turn(batch, shape, uniforms, active, version)
-            yield
+            yield [row.newest(version) for row in growing]
             going = [place for place, row in enumerate(active) if row.open]
             if not going:
                 return
@@ -311,8 +318,8 @@ class HfEngine:
         wanted = tokens[prompt.size :, None].to(self._device)
         values = logprobs.gather(-1, wanted)[:, 0].tolist()
         rows = [
-            _Row(lease, place, seed, tokens=forced.tolist(), logprobs=values)
-            for seed in lease.seeds
+            _Row(lease, place, seed, number, tokens=forced.tolist(), logprobs=values)
+            for number, seed in enumerate(lease.seeds)
         ]
         for row in rows:
             row.labels.note(self._label(), 0)

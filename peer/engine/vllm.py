@@ -43,6 +43,7 @@ from peer.engine.base import (
     EngineInfo,
     EngineSetup,
     Generated,
+    Grown,
     LoadReport,
     Option,
 )
@@ -115,7 +116,7 @@ class VllmEngine:
         torch.set_num_threads(setup.threads)
         vllm = import_vllm()
         self._sampling_params: Callable[..., Any] = vllm.SamplingParams
-        self._at_the_end = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        self._output_kinds = vllm.sampling_params.RequestOutputKind
         self._gpu = not vllm.platforms.current_platform.is_cpu()
         self._dtype = setup.dtype if setup.dtype != "auto" else _usual_dtype(gpu=self._gpu)
         phase("building the model; on a GPU compiling and capturing graphs may take minutes")
@@ -245,7 +246,7 @@ class VllmEngine:
         """
         return finish(self.begin(leases))
 
-    def begin(self, leases: Sequence[Lease]) -> Answering:
+    def begin(self, leases: Sequence[Lease], *, heard: bool = False) -> Answering:
         """Answer leases, one of vLLM's steps after the other.
 
         Raises:
@@ -256,12 +257,15 @@ class VllmEngine:
         refusals = [self._refusal(lease) for lease in leases]
         answers: list[tuple[Sample, ...]] = [()] * len(leases)
         drawn = [
-            (place, seed)
+            (place, number)
             for place, lease in enumerate(leases)
             if not refusals[place] and lease.forced is None
-            for seed in lease.seeds
+            for number in range(len(lease.seeds))
         ]
-        outputs = yield from self._ask([_drawing(leases[place], seed) for place, seed in drawn])
+        outputs = yield from self._ask(
+            [_drawing(leases[place], leases[place].seeds[number]) for place, number in drawn],
+            drawn if heard else None,
+        )
         for (place, _), output in zip(drawn, outputs, strict=True):
             answers[place] += (_to_sample(leases[place], output),)
         for place, lease in enumerate(leases):
@@ -287,30 +291,50 @@ class VllmEngine:
         return refusal_of(lease, to_tokens(lease.prompt), self._positions, self._vocabulary)
 
     def _ask(
-        self, requests: Sequence[tuple[list[int], dict[str, Any]]]
-    ) -> Generator[None, None, list[Any]]:
+        self,
+        requests: Sequence[tuple[list[int], dict[str, Any]]],
+        places: Sequence[tuple[int, int]] | None = None,
+    ) -> Generator[Sequence[Grown], None, list[Any]]:
         """Return vLLM's outputs, one a request, in order; each turn is one of vLLM's steps.
+
+        ``places``: each request's lease and sample, to be told how they grow.
 
         Raises:
             EngineError: vLLM gave one up.
         """
         engine, done = self._llm.llm_engine, {}
+        kinds = self._output_kinds
+        usual: dict[str, Any] = {
+            "logprobs": 0,
+            "ignore_eos": True,
+            "detokenize": False,
+            "output_kind": kinds.CUMULATIVE if places else kinds.FINAL_ONLY,
+        }
         for number, (prompt, settings) in enumerate(requests):
-            usual = {"logprobs": 0, "ignore_eos": True, "detokenize": False}
-            params = self._sampling_params(**{**usual, **settings, "output_kind": self._at_the_end})
+            params = self._sampling_params(**{**usual, **settings})
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        told = [0] * len(requests)
         while engine.has_unfinished_requests():
+            grown: list[Grown] = []
             for answer in engine.step():
+                output, number = answer.outputs[0], int(answer.request_id)
                 if answer.finished:
-                    done[answer.request_id] = answer.outputs[0]
-            yield
+                    done[answer.request_id] = output
+                if places is not None and len(output.token_ids) > told[number]:
+                    grown.append(self._grown(places[number], output, told[number]))
+                    told[number] = len(output.token_ids)
+            yield grown
         outputs = [done.get(str(number)) for number in range(len(requests))]
         for output in outputs:
             if output is None or output.finish_reason not in ENDS or not output.token_ids:
                 raise EngineError(f"vLLM gave a request up: {getattr(output, 'finish_reason', '')}")
         return outputs
 
-    def _score(self, lease: Lease) -> Generator[None, None, Sample]:
+    def _grown(self, place: tuple[int, int], output: Any, told: int) -> Grown:  # noqa: ANN401
+        tokens, logprobs = _sampled(output)
+        return Grown(*place, self._label(), tokens[told:], logprobs[told:])
+
+    def _score(self, lease: Lease) -> Generator[Sequence[Grown], None, Sample]:
         """Return given tokens with their log-probs; scored again if the weights change meanwhile.
 
         Raises:
@@ -350,16 +374,26 @@ def _settings(lease: Lease) -> dict[str, Any]:
 
 
 def _to_sample(lease: Lease, output: Any) -> Sample:  # noqa: ANN401 - vLLM's own
+    tokens, logprobs = _sampled(output)
+    labels = Labels()
+    for span in output.weight_versions or ():
+        labels.note(Version(int(span.version)), span.start)
+    return _sample(lease, tokens, logprobs, labels.spans(len(tokens)))
+
+
+def _sampled(output: Any) -> tuple[list[int], list[float]]:  # noqa: ANN401 - vLLM's own
+    """Return tokens and their log-probs.
+
+    Raises:
+        EngineError: They are not of each other.
+    """
     tokens = list(output.token_ids)
     flat = output.logprobs
     # The sampled token's comes first of those at its position.
     starts = flat.start_indices
     if len(starts) != len(tokens) or [flat.token_ids[at] for at in starts] != tokens:
         raise EngineError("vLLM's log-probs are of other tokens than it sampled")
-    labels = Labels()
-    for span in output.weight_versions or ():
-        labels.note(Version(int(span.version)), span.start)
-    return _sample(lease, tokens, [flat.logprobs[at] for at in starts], labels.spans(len(tokens)))
+    return tokens, [flat.logprobs[at] for at in starts]
 
 
 def _sample(lease: Lease, tokens: list[int], logprobs: list[float], spans: list[Span]) -> Sample:

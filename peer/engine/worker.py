@@ -13,7 +13,15 @@ from echo2p2p.net.child_worker import Method, Report
 from echo2p2p.wire.messages import Lease
 from peer.engine.base import EngineInfo, EngineSetup, LoadReport
 from peer.engine.batches import Answering
-from peer.engine.calls import EVERYTHING, BatchReply, LoadCall, PhaseReply, ProveCall, TouchedFile
+from peer.engine.calls import (
+    EVERYTHING,
+    BatchCall,
+    BatchReply,
+    LoadCall,
+    PhaseReply,
+    ProveCall,
+    TouchedFile,
+)
 
 Phase = Callable[[str], None]
 
@@ -30,8 +38,11 @@ class BlockingEngine(Protocol):
     def prove(self, call: ProveCall = EVERYTHING) -> Digest:
         """Return the digest of what the kernels use."""
 
-    def begin(self, leases: Sequence[Lease]) -> Answering:
-        """Begin to answer leases; each turn of the result is a token of each sample."""
+    def begin(self, leases: Sequence[Lease], *, heard: bool = False) -> Answering:
+        """Begin to answer leases; each turn of the result is a token of each sample.
+
+        ``heard``: each turn's value is what has grown; else it is empty.
+        """
 
 
 def make_hf(setup: EngineSetup, phase: Phase) -> BlockingEngine:
@@ -81,12 +92,12 @@ class Worker:
         """See `Engine.prove`."""
         return self._started().prove(call)
 
-    def generate(self, leases: list[Lease], _: Report) -> BatchReply:
+    def generate(self, call: BatchCall, report: Report) -> BatchReply:
         """See `Engine.generate`."""
-        self._batch = self._started().begin(leases)
-        return self.resume(None, _)
+        self._batch = self._started().begin(call.leases, heard=call.heard)
+        return self.resume(None, report)
 
-    def resume(self, _: None, __: Report) -> BatchReply:
+    def resume(self, _: None, report: Report) -> BatchReply:
         """Go on until the batch is through, or we are nudged.
 
         Raises:
@@ -97,7 +108,8 @@ class Worker:
             raise EngineError("no batch is under way")
         try:
             while True:
-                next(batch)
+                if grown := next(batch):
+                    report(grown)
                 if self._nudged():
                     self._batch = batch
                     return BatchReply(None)
@@ -123,7 +135,7 @@ def main() -> None:
             "start": Method(EngineSetup, worker.start, beats=True),
             "load": Method(LoadCall, worker.load),
             "prove": Method(ProveCall, worker.prove),
-            "generate": Method(list[Lease], worker.generate),
+            "generate": Method(BatchCall, worker.generate),
             "resume": Method(type(None), worker.resume),
         },
     )

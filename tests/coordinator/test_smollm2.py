@@ -25,6 +25,7 @@ from echo2p2p.net.memory import FileMemory
 from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.base import HELD_OUT_SEED, Message, Prompt
 from echo2p2p.tasks.registry import make_task
+from echo2p2p.testing.processes import Processes
 
 FOLDER = cache_folder("@smollm2")
 pytestmark = [
@@ -92,3 +93,37 @@ def logprobs_of(learner, prompt, answer):
         found = learner.model(ids[:, :-1]).logits.log_softmax(-1)
     at = len(prompt) - 1
     return found[0, at:].gather(-1, ids[0, at + 1 :, None])[:, 0].numpy()
+
+
+def test_the_shipped_configuration_trains_with_a_real_peer(tmp_path):
+    """A few short steps of it: forty take most of an hour on two cores."""
+    steps = 4
+    with Processes(tmp_path) as processes:
+        coordinator = processes.start(
+            "coordinator",
+            *("run", "--config", "@smollm2-chain-sum", "--run.folder", "run"),
+            *("--run.steps", str(steps), "--held_out.items", "12"),
+            log="coordinator.log",
+        )
+        join = tmp_path / "run" / "join.json"
+        processes.wait(join.exists, 120, "the coordinator listening")
+        access = json.loads(join.read_text())
+        processes.start(
+            "peer",
+            *("join", access["url"], "--token", access["token"], "--folder", "peer"),
+            *("--engine", "transformers"),
+            log="peer.log",
+        )
+        processes.wait(lambda: coordinator.poll() is not None, 480, "the end of the run")
+    log = (tmp_path / "coordinator.log").read_text()
+    assert coordinator.returncode == 0, log[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["outcome"] == "finished"
+    counts = summary["trajectories"]
+    assert (counts["trained"], counts["balances"]) == (steps * 6 * 8, True)
+    assert 0 <= summary["parity"]["max"] < 1e-4
+    assert all(summary["held_out"][when] for when in ("before", "after"))
+    assert summary["weights"]["ratio_mean"] > 50, "at 1e-6 hardly a weight changes"
+    peer = (tmp_path / "peer.log").read_text()
+    assert peer.count("version.loaded") >= 2, "the second one in place"
+    assert "Traceback" not in log + peer

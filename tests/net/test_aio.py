@@ -5,7 +5,7 @@ import contextlib
 import functools
 import gzip
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 import trio
@@ -21,7 +21,7 @@ from echo2p2p.net.aio import (
     HttpLimits,
     open_aio,
 )
-from echo2p2p.net.ports import Endpoint, Request, Response, Route
+from echo2p2p.net.ports import Endpoint, Handler, Request, Response, Route
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import Refusal
@@ -282,9 +282,49 @@ class Bell(TraceJournal):
         self.rung.set()
 
 
-async def test_a_client_that_does_not_read_its_answer_is_cut_off() -> None:
-    async def much(request: Request) -> Response:
-        return Response(200, bytes(16 * MIB))
+async def test_a_piece_of_an_answer_is_there_before_the_next_is_made() -> None:
+    read = trio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"first"
+        await read.wait()
+        yield b"second"
+
+    async def handle(request: Request) -> Response:
+        return Response(200, rest=pieces())
+
+    with trio.fail_after(20):
+        async with open_aio() as aio:
+            server = AioHttpServer(aio, None, TraceJournal())
+            async with (
+                server.serve((Route("POST", "/x", handle, 0),), Endpoint("127.0.0.1", 0)) as at,
+                await trio.open_tcp_stream(at.host, at.port) as stream,
+            ):
+                await stream.send_all(POST + b"Content-Length: 0\r\n\r\n")
+                heard = b""
+                while b"first" not in heard:
+                    heard += await stream.receive_some()
+                assert b"Transfer-Encoding: chunked" in heard
+                read.set()
+                async for data in stream:
+                    heard += data
+                assert heard.endswith(b"5\r\nfirst\r\n6\r\nsecond\r\n0\r\n\r\n")
+
+
+async def whole(request: Request) -> Response:
+    return Response(200, bytes(16 * MIB))
+
+
+async def piecemeal(request: Request) -> Response:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        for _ in range(16):
+            yield bytes(MIB)
+
+    return Response(200, rest=pieces())
+
+
+@pytest.mark.parametrize("much", [whole, piecemeal])
+async def test_a_client_that_does_not_read_its_answer_is_cut_off(much: Handler) -> None:
 
     journal = Bell()
     object.__setattr__(journal, "rung", trio.Event())

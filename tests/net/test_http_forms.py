@@ -1,6 +1,6 @@
 """What both HTTP servers and clients promise: aiohttp on the loopback, and the simulated ones."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
@@ -292,5 +292,76 @@ def test_a_url_that_cannot_be_meant_is_a_config_error(form: Form, url: str) -> N
             async with bench.clients.connect(url, None):
                 raise AssertionError
         assert caught.value.path == "url"
+
+    form(story)
+
+
+def test_an_answer_may_come_piece_by_piece(form: Form) -> None:
+    async def story(bench: Bench) -> None:
+        async def count() -> AsyncGenerator[bytes, None]:
+            for number in range(1, 4):
+                await trio.sleep(0.01)
+                yield b"%d," % number
+
+        async def handle(request: Request) -> Response:
+            return Response(206, b"0,", {"X-Answer": "yes"}, "text/plain", rest=count())
+
+        async with (
+            bench.server.serve(
+                (route(handle), route(echo, "/echo")), Endpoint(bench.host, 0)
+            ) as at,
+            bench.clients.connect(url_of(at), None) as client,
+        ):
+            for _ in range(2):
+                answer = await client.request("POST", "/x", timeout_s=5)
+                assert (answer.status, answer.body) == (206, b"0,1,2,3,")
+                assert (answer.headers["x-answer"], answer.content_type) == ("yes", "text/plain")
+            assert (await client.request("POST", "/echo", timeout_s=5)).status == 201
+        assert not bench.journal.entries
+
+    form(story)
+
+
+@pytest.mark.parametrize("way", ["raises", "client goes", "server closes"])
+def test_pieces_that_end_early_break_the_answer_off_and_are_closed(form: Form, way: str) -> None:
+    async def story(bench: Bench) -> None:
+        begun, ended = trio.Event(), trio.Event()
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"one"
+                begun.set()
+                if way == "raises":
+                    raise KeyError("two")
+                await trio.sleep_forever()
+            finally:
+                ended.set()
+
+        async def handle(request: Request) -> Response:
+            return Response(200, b"", {}, "text/plain", rest=pieces())
+
+        async def ask() -> None:
+            async with bench.clients.connect(url_of(at), None) as client:
+                if way == "client goes":
+                    with trio.move_on_after(0.5):
+                        await client.request("POST", "/x", timeout_s=9)
+                else:
+                    with pytest.raises(HttpError):
+                        await client.request("POST", "/x", timeout_s=9)
+
+        async with trio.open_nursery() as nursery:
+            routes = (route(handle), route(echo, "/echo"))
+            async with bench.server.serve(routes, Endpoint(bench.host, 0)) as at:
+                nursery.start_soon(ask)
+                await begun.wait()
+                if way != "server closes":
+                    await ended.wait()
+                    async with bench.clients.connect(url_of(at), None) as client:
+                        assert (await client.request("POST", "/echo", timeout_s=5)).status == 201
+            await ended.wait()
+        failed = bench.journal.named(HANDLER_FAILED)
+        assert [entry.fields["cause"] for entry in failed] == (
+            ["KeyError: 'two'"] if way == "raises" else []
+        )
 
     form(story)

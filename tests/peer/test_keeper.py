@@ -15,7 +15,7 @@ from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import InlineOffload, MemoryState
 from echo2p2p.weights.state import state_digest
 from echo2p2p.wire.messages import Lease
-from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, LoadReport
+from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, Heard, LoadReport
 from peer.keeper import (
     BACK_OFF_S,
     BATCH_S_MIN,
@@ -64,10 +64,11 @@ class Engine(FakeEngine):
         *,
         timeout_s: float = 600.0,
         between: Between | None = None,
+        heard: Heard | None = None,
     ) -> list[Generated]:
         """Note the size of the batch; leave half of the tokens out, if it is to lie."""
         self.batches.append(len(leases))
-        answers = await super().generate(leases, timeout_s=timeout_s, between=between)
+        answers = await super().generate(leases, timeout_s=timeout_s, between=between, heard=heard)
         return answers[1:] if self.lies else answers
 
     async def load(

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import trio
@@ -9,7 +10,7 @@ import trio
 from coordinator.model import TINY_QWEN3, prepare_model
 from echo2p2p.errors import ConfigError, EngineError
 from echo2p2p.net.aio import AioHttpServer, open_aio
-from echo2p2p.net.ports import Endpoint
+from echo2p2p.net.ports import Endpoint, Request
 from echo2p2p.net.system import SystemClock, SystemEntropy, ThreadOffload
 from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.testing.clock import SimClock
@@ -18,7 +19,7 @@ from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import InlineOffload, SimEntropy
 from echo2p2p.wire.arrays import from_logprobs, from_tokens, to_tokens
 from echo2p2p.wire.messages import Sample, Span
-from peer.engine.base import Generated
+from peer.engine.base import Generated, Grown
 from peer.serve import BATCH_MAX, WAITING_MAX, ModelServer, parse_address, serve_model
 
 JSON = {"content-type": "application/json"}
@@ -32,21 +33,40 @@ def tokenizer(tmp_path_factory):
 
 
 class Speaker:
-    """An engine that says its prompt's text again, then stops if it may."""
+    """An engine that says its prompt's text again, a token a second, then stops if it may."""
 
     def __init__(self, tokenizer, seconds=0.0):
         self.tokenizer, self.seconds = tokenizer, seconds
         self.version, self.digest = 3, bytes(range(32))
         self.batches, self.leases = [], []
         self.broken = self.refusal = ""
+        self.dies_at = self.lies_at = None
+        self.pace = partial(trio.sleep, 1)
 
-    async def generate(self, leases):
+    async def generate(self, leases, heard=None):
         self.batches.append(len(leases))
         self.leases += leases
         await trio.sleep(self.seconds)
         if self.broken:
             raise EngineError(self.broken)
-        return [self.answer(lease) for lease in leases]
+        answers = [self.answer(lease) for lease in leases]
+        if heard is not None:
+            await self.tell(answers, heard)
+        return answers
+
+    async def tell(self, answers, heard):
+        samples = [(place, number, to_tokens(sample.tokens).tolist())
+                   for place, answer in enumerate(answers)
+                   for number, sample in enumerate(answer.samples)]  # fmt: skip
+        for at in range(max((len(tokens) for *_, tokens in samples), default=0)):
+            await self.pace()
+            if at == self.dies_at:
+                raise EngineError("it died of SIGKILL")
+            heard([
+                Grown(place, number, 3, [tokens[at] + (at == self.lies_at)], [-0.5 - at])
+                for place, number, tokens in samples
+                if at < len(tokens)
+            ])  # fmt: skip
 
     def answer(self, lease):
         if self.refusal:
@@ -62,10 +82,8 @@ class Speaker:
         return Generated(lease.lease_id, (sample,) * lease.samples, 0.1)
 
 
-@asynccontextmanager
-async def served(tokenizer, speaker, *, key=None, tokens_max=64):
-    http, journal = SimHttp(), TraceJournal()
-    model = ModelServer(
+def make_model(tokenizer, speaker, journal, *, key=None, tokens_max=64):
+    return ModelServer(
         speaker=lambda: speaker,
         tokenizer=lambda: tokenizer,
         key=key,
@@ -75,6 +93,27 @@ async def served(tokenizer, speaker, *, key=None, tokens_max=64):
         offload=InlineOffload(),
         journal=journal,
     )
+
+
+@asynccontextmanager
+async def model_of(tokenizer, speaker):
+    """Without HTTP: what the server's tasks get to see."""
+    model = make_model(tokenizer, speaker, TraceJournal())
+    handlers = {route.path: route.handler for route in model.routes() if route.method == "POST"}
+
+    async def ask(path, **body):
+        return await handlers[path](Request("POST", path, {}, JSON, json.dumps(body).encode()))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(model.run)
+        yield ask
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def served(tokenizer, speaker, **settings):
+    http, journal = SimHttp(), TraceJournal()
+    model = make_model(tokenizer, speaker, journal, **settings)
     async with (
         serve_model(http.server("peer", journal), Endpoint("peer", 8000), model),
         http.clients("me").connect("http://peer:8000", None) as client,
@@ -165,6 +204,13 @@ async def test_a_completion_takes_text_and_tokens_and_cuts_at_a_stop(tokenizer, 
     assert (sampling.temperature, sampling.top_k) == (1.0, 1)
 
 
+def chunks_of(body):
+    """Return a stream's events; the last one is its end."""
+    *events, last, nothing = body.decode().split("\n\n")
+    assert (last, nothing) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 async def test_a_stream_has_the_form_of_one(tokenizer, autojump_clock):
     async with served(tokenizer, Speaker(tokenizer)) as post:
         got = await post(
@@ -173,17 +219,83 @@ async def test_a_stream_has_the_form_of_one(tokenizer, autojump_clock):
             stream=True,
             stream_options={"include_usage": True},
         )
-        text = await post("/v1/completions", prompt="7", stream=True)
+        text = await post("/v1/completions", prompt="73", stream=True, logprobs=1)
     assert got.content_type == "text/event-stream"
-    events = got.body.decode().split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "7\n"}
-    assert chunks[1]["choices"][0]["finish_reason"] == "stop"
-    assert (chunks[2]["choices"], chunks[2]["usage"]["completion_tokens"]) == ([], 3)
-    first = json.loads(text.body.decode().split("\n\n")[0].removeprefix("data: "))
-    assert (first["object"], first["choices"][0]["text"]) == ("text_completion", "7")
+    assert got.headers["x-echo2-version"] == "3"
+    assert got.headers["x-echo2-digest"] == bytes(range(32)).hex()
+    chunks = chunks_of(got.body)
+    assert {(c["object"], c["system_fingerprint"]) for c in chunks} == {
+        ("chat.completion.chunk", "version-3")
+    }
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    said = [chunk["choices"][0] for chunk in chunks[:-1]]
+    assert [one["delta"] for one in said] == [
+        {"role": "assistant", "content": "7"},
+        {"content": "\n"},
+        {},
+    ]
+    assert [one["finish_reason"] for one in said] == [None, None, "stop"]
+    assert (chunks[0]["usage"], chunks[-1]["choices"]) == (None, [])
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    first, second, end = (chunk["choices"][0] for chunk in chunks_of(text.body))
+    assert (first["text"], second["text"], end["text"]) == ("7", "3", "")
+    assert second["logprobs"] == {
+        "tokens": ["3"],
+        "token_logprobs": [-1.5],
+        "top_logprobs": None,
+        "text_offset": [1],
+    }
+
+
+async def test_a_stream_is_written_while_the_engine_samples(tokenizer, autojump_clock):
+    """Each choice of each prompt, as its tokens come, and none beyond its stop."""
+    speaker = Speaker(tokenizer)
+    asked = {"prompt": ["12+34", "567"], "n": 2, "stop": "+3", "stream": True}
+    async with model_of(tokenizer, speaker) as ask:
+        response = await ask("/v1/completions", **asked)
+        said, times = {}, {}
+        async for events in response.rest:
+            for event in filter(None, events.decode().split("\n\n")):
+                if event == "data: [DONE]":
+                    continue
+                [one] = json.loads(event.removeprefix("data: "))["choices"]
+                said.setdefault(one["index"], []).append(one["text"])
+                times.setdefault(one["index"], []).append(trio.current_time())
+    assert said == {0: ["1", "2", ""], 1: ["1", "2", ""], 2: ["5", "6", "7", ""], 3: said[2]}
+    assert times[0] == [1.0, 2.0, 4.0], "the + waited for what came after it"
+    assert times[2] == [1.0, 2.0, 3.0, 4.0]
+    assert speaker.batches == [2]
+
+
+async def test_a_stream_whose_choices_have_all_stopped_does_not_wait_for_the_engine(
+    tokenizer, autojump_clock
+):
+    async with model_of(tokenizer, Speaker(tokenizer)) as ask:
+        response = await ask("/v1/completions", prompt="123456789", stop="3", stream=True)
+        body = b"".join([events async for events in response.rest])
+        assert trio.current_time() == 3.0
+    assert [one["choices"][0]["text"] for one in chunks_of(body)] == ["1", "2", ""]
+
+
+@pytest.mark.parametrize("how", ["dies_at", "lies_at"])
+async def test_a_stream_breaks_off_with_an_error_if_the_engine_fails(
+    tokenizer, autojump_clock, how
+):
+    speaker = Speaker(tokenizer)
+    setattr(speaker, how, 2)
+    async with served(tokenizer, speaker) as post:
+        got = await post("/v1/completions", prompt="1234", stream=True)
+        *events, last, nothing = got.body.decode().split("\n\n")
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (got.status, nothing) == (200, "")
+        assert (error["type"], error["message"]) == ("server_error", "the engine failed: ask again")
+        assert len(events) == {"dies_at": 2, "lies_at": 4}[how]
+        speaker.dies_at = 0
+        got = await post("/v1/completions", prompt="1234", stream=True)
+        assert (got.status, error_of(got)["type"]) == (503, "server_error")
+        speaker.refusal = "a prompt of 9 tokens; this engine takes 8"
+        got = await post("/v1/completions", prompt="1234", stream=True)
+        assert (got.status, error_of(got)["message"]) == (400, speaker.refusal)
 
 
 async def test_what_cannot_be_done_is_refused_by_name_in_openai_s_form(tokenizer, autojump_clock):
@@ -317,6 +429,23 @@ async def test_openai_s_own_client_talks_to_it(tokenizer):
         journal=journal,
     )
     speaker = Speaker(tokenizer)
+    got_one = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    async def pace():
+        """After the first token go on only when it has reached the client."""
+        if speaker.batches == [1, 1]:
+            with trio.fail_after(20):
+                await first_heard()
+
+    heard = []
+
+    async def first_heard():
+        if heard:
+            await got_one.wait()
+        heard.append(1)
+
+    speaker.pace = pace
 
     def talk(port):
         url = f"http://127.0.0.1:{port}/v1"
@@ -327,7 +456,11 @@ async def test_openai_s_own_client_talks_to_it(tokenizer):
         assert raw.headers["x-echo2-version"] == "3"
         assert raw.parse().choices[0].message.content == "1+2\n"
         stream = client.chat.completions.create(model="echo2", messages=said, stream=True)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "1+2\n"
+        said = []
+        for chunk in stream:
+            said.append(chunk.choices[0].delta.content or "")
+            token.run_sync_soon(got_one.set)
+        assert said == ["1", "+", "2", "\n", ""]
         text = client.completions.create(model="echo2", prompt="42", logprobs=1)
         assert (text.choices[0].text, text.choices[0].logprobs.tokens) == ("42", ["4", "2"])
         with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):

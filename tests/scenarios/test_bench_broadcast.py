@@ -121,18 +121,22 @@ def test_each_line_is_shaped_at_both_ends():
         "qdisc add dev e0 root handle 1: tbf rate 2.5mbit burst 8000 limit 1000000"
     )
     hub = namespaces.hub_batch(lines).splitlines()
-    assert "link add h2 type veth peer name e0 netns n2" in hub
+    assert "link add h2 type veth peer name e0 address 02:e2:00:00:00:02 netns n2" in hub
     assert namespaces.isolation_batch(lines) == "link set dev h2 isolated on"
     assert namespaces.names_batch(2).splitlines() == [
         "netns add hub",
         "netns add n0",
         "netns add n1",
     ]
-    assert "congctl cubic" in namespaces.machine_batch(1)
+    assert "congctl cubic" in namespaces.machine_batch(1, 2)
+    known = [line for line in namespaces.machine_batch(1, 64).splitlines() if "neigh" in line]
+    assert len(known) == 63, "or the kernel runs out of neighbours, 1024 in all namespaces"
+    assert "neigh add 198.18.0.1 lladdr 02:e2:00:00:00:00 dev e0 nud permanent" in known
     changed = namespaces.shaping("e0", 1, "change")
     assert changed.startswith("qdisc change dev e0 root handle 1: tbf rate 1mbit")
     addresses = {namespaces.address_of(index) for index in range(1000)}
     assert len(addresses) == 1000
+    assert len({namespaces.hardware_address_of(index) for index in range(1000)}) == 1000
 
 
 # --- rows ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Tasks of reasoning-gym: what is refused without it, and with it the split and the scores."""
 
 import importlib.util
+import sys
 
 import pytest
 
@@ -38,8 +39,8 @@ def test_options_of_our_own_are_checked_without_the_package(options, path):
     assert str(error.value).startswith(path)
 
 
-@pytest.mark.skipif(HERE, reason="reasoning-gym is installed")
-def test_a_missing_package_is_named_with_its_mend():
+def test_a_missing_package_is_named_with_its_mend(monkeypatch):
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
     with pytest.raises(ConfigError, match=r"echo2p2p\[reasoning\]"):
         make_task("reasoning_gym", SUMS)
 

@@ -15,8 +15,8 @@ import socket
 import ssl
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -97,11 +97,24 @@ class _Exchange:
         self.request = request
         self.answer = answer
         self.scope = trio.CancelScope()
+        self.pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """What follows the answer's body; ``None``: that was all."""
+        self.broke_off = False
 
     def resolve(self, response: Response) -> None:
         """In the loop's thread: answer, unless the client has gone."""
         if not self.answer.done():
             self.answer.set_result(response)
+
+    async def pass_on(self, piece: bytes) -> None:
+        """In the loop's thread: give a piece of the rest, and wait until it is on its way."""
+        self.pieces.put_nowait(piece)
+        await self.pieces.join()
+
+    def end(self, *, whole: bool) -> None:
+        """In the loop's thread: no piece follows."""
+        self.broke_off = not whole
+        self.pieces.put_nowait(None)
 
 
 class _Serving:
@@ -187,7 +200,7 @@ class _Serving:
         self._bodies_bytes += wanted
         self._bodies_bytes_of[who] += wanted
         try:
-            return await self._send(request, await self._answer(request, route, head))
+            return await self._answer(request, route, head)
         finally:
             self._bodies_bytes -= wanted
             self._bodies_bytes_of[who] -= wanted
@@ -206,22 +219,28 @@ class _Serving:
             return routing.too_much_at_once()
         return None
 
-    async def _answer(self, request: web.BaseRequest, route: Route, head: Request) -> Response:
+    async def _answer(
+        self, request: web.BaseRequest, route: Route, head: Request
+    ) -> web.StreamResponse:
         try:
             body = await self._read(request, route.body_bytes_max)
         except _BodyTooLongError:
-            return routing.body_too_long(route)
+            return await self._send(request, routing.body_too_long(route))
         except TimeoutError:
             detail = "the body came too slowly: send less at a time"
-            return routing.refusal(408, routing.REASON_BODY_TOO_SLOW, detail, retry_after_s=1.0)
+            slow = routing.refusal(408, routing.REASON_BODY_TOO_SLOW, detail, retry_after_s=1.0)
+            return await self._send(request, slow)
         except aiohttp.ClientError as error:
             raise ConnectionResetError("the body broke off") from error
         answer: asyncio.Future[Response] = self._aio.loop.create_future()
         exchange = _Exchange(route, replace(head, body=body), answer)
         self._aio.tell_trio(functools.partial(self._start, exchange))
         try:
-            return await exchange.answer
-        except asyncio.CancelledError:
+            response = await exchange.answer
+            if response.rest is None:
+                return await self._send(request, response)
+            return await self._send_pieces(request, response, exchange)
+        except BaseException:  # the client has gone, or does not read: nobody waits any more
             self._aio.tell_trio(exchange.scope.cancel)
             raise
 
@@ -241,22 +260,43 @@ class _Serving:
         return b"".join(chunks)
 
     async def _send(self, request: web.BaseRequest, answer: Response) -> web.StreamResponse:
-        response = web.Response(
-            status=answer.status,
-            body=answer.body,
-            headers={**answer.headers, "Content-Type": answer.content_type},
-        )
+        response = web.Response(status=answer.status, body=answer.body, headers=_headers_of(answer))
         if not request.content.is_eof():
             response.force_close()
-        try:
-            async with asyncio.timeout(self._transfer_s(len(answer.body))):
-                await response.prepare(request)
-                await response.write_eof()
-        except TimeoutError as error:
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionAbortedError("the client reads too slowly") from error
+        async with self._in_time(request, len(answer.body)):
+            await response.prepare(request)
+            await response.write_eof()
         return response
+
+    async def _send_pieces(
+        self, request: web.BaseRequest, answer: Response, exchange: _Exchange
+    ) -> web.StreamResponse:
+        """Send an answer whose rest comes piece by piece; how long it may take nobody says."""
+        response = web.StreamResponse(status=answer.status, headers=_headers_of(answer))
+        async with self._in_time(request, len(answer.body)):
+            await response.prepare(request)
+            if answer.body:
+                await response.write(answer.body)
+        while (piece := await exchange.pieces.get()) is not None:
+            async with self._in_time(request, len(piece)):
+                await response.write(piece)
+            exchange.pieces.task_done()
+        if exchange.broke_off:
+            _abort(request)
+            raise ConnectionAbortedError("the answer broke off")
+        async with self._in_time(request, 0):
+            await response.write_eof()
+        return response
+
+    @asynccontextmanager
+    async def _in_time(self, request: web.BaseRequest, length: int) -> AsyncIterator[None]:
+        """Bound how long the client may take to read so many bytes, and hang up if it does."""
+        try:
+            async with asyncio.timeout(self._transfer_s(length)):
+                yield
+        except TimeoutError as error:
+            _abort(request)
+            raise ConnectionAbortedError("the client reads too slowly") from error
 
     def _transfer_s(self, length: int) -> float:
         return self._limits.transfer_s + length / self._limits.transfer_bytes_per_s_min
@@ -270,25 +310,43 @@ class _Serving:
 
     async def _run_handler(self, exchange: _Exchange) -> None:
         response: Response | None = None
+        whole = False
         try:
             with exchange.scope:
                 response = await self._run_guarded(exchange)
+                if response.rest is not None:
+                    self._finish(exchange, response)
+                    whole = await self._run_rest(exchange, response.rest)
         finally:
             self._finish(exchange, response or routing.closing())
+            self._aio.tell_loop(functools.partial(exchange.end, whole=whole))
 
     async def _run_guarded(self, exchange: _Exchange) -> Response:
-        route = exchange.route
         try:
-            return await route.handler(exchange.request)
+            return await exchange.route.handler(exchange.request)
         except Exception as error:  # noqa: BLE001 - one bad request must not end the server
-            self._journal.event(
-                routing.HANDLER_FAILED,
-                method=route.method,
-                path=route.path,
-                cause=f"{type(error).__name__}: {error}",
-                exception=traceback.format_exc(),
-            )
+            self._note_failed(exchange, error)
             return routing.handler_failed()
+
+    async def _run_rest(self, exchange: _Exchange, rest: AsyncGenerator[bytes, None]) -> bool:
+        """Pass on what follows an answer's body; return whether that was all of it."""
+        try:
+            async with aclosing(rest):
+                async for piece in rest:
+                    await self._aio.call(functools.partial(exchange.pass_on, piece))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note_failed(exchange, error)
+            return False
+        return True
+
+    def _note_failed(self, exchange: _Exchange, error: Exception) -> None:
+        self._journal.event(
+            routing.HANDLER_FAILED,
+            method=exchange.route.method,
+            path=exchange.route.path,
+            cause=f"{type(error).__name__}: {error}",
+            exception=traceback.format_exc(),
+        )
 
     def _finish(self, exchange: _Exchange, response: Response) -> None:
         self._aio.tell_loop(functools.partial(exchange.resolve, response))
@@ -334,6 +392,15 @@ class AioHttpServer:
         finally:
             with trio.CancelScope(shield=True):
                 await self._aio.call(serving.close)
+
+
+def _headers_of(answer: Response) -> dict[str, str]:
+    return {**answer.headers, "Content-Type": answer.content_type}
+
+
+def _abort(request: web.BaseRequest) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _head(request: web.BaseRequest, found: routing.Match) -> Request:

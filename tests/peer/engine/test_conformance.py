@@ -240,6 +240,33 @@ async def what_a_delta_keeps_silent_is_found_by_the_windows(engine, state, log):
     await engine.load(4, state)
 
 
+async def what_grows_is_told_and_adds_up(engine, state):
+    leases = [
+        make_lease("a", range(4, 60), range(10, 14), tokens_max=60),
+        make_lease("scored", forced=from_tokens([7, 8, 9]), seeds=(1,)),
+        make_lease("b", seeds=(5,), tokens_max=2),
+    ]
+    told = []
+    answers = await engine.generate(leases, heard=told.append)
+    silent = await engine.generate(leases)
+    assert [one.samples for one in answers] == [one.samples for one in silent]
+    assert len(told) > 4, "not only at the end"
+    first = {(each.lease, each.sample) for grown in told[:2] for each in grown}
+    assert {(0, number) for number in range(4)} <= first, "all of them at once"
+    whole = {}
+    for each in (each for grown in told for each in grown):
+        assert each.version == 4
+        tokens, logprobs = whole.setdefault((each.lease, each.sample), ([], []))
+        tokens += each.tokens
+        logprobs += each.logprobs
+    samples = {(place, number): sample for place in (0, 2)
+               for number, sample in enumerate(answers[place].samples)}  # fmt: skip
+    assert whole.keys() == samples.keys()
+    for key, sample in samples.items():
+        assert whole[key][0] == to_tokens(sample.tokens).tolist()
+        assert whole[key][1] == to_logprobs(sample.logprobs).tolist()
+
+
 def change(state, log, version, density):
     before = bytes(state.view)
     digest = change_weights(LAYOUT, state.view, density, seed=version)
@@ -248,7 +275,7 @@ def change(state, log, version, density):
     return digest
 
 
-async def interrupted(engine, leases, between):
+async def interrupted(engine, leases, between, heard=None):
     """Return answers to leases after at least one interruption, however busy the machine is."""
     stops = []
 
@@ -265,7 +292,7 @@ async def interrupted(engine, leases, between):
     for _ in range(20):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(interrupt)
-            answers = await engine.generate(leases, between=stopped)
+            answers = await engine.generate(leases, between=stopped, heard=heard and heard())
             nursery.cancel_scope.cancel()
         if stops:
             return answers
@@ -286,7 +313,14 @@ async def a_batch_goes_on_under_other_weights(engine, state, log):
         assert (await engine.load(5, state, log.since(4))).sparse
         assert await engine.prove() == state_digest(LAYOUT, state.view)
 
-    answers = await interrupted(engine, leases, between)
+    told = []
+
+    def fresh():
+        told.clear()
+        return told.append
+
+    answers = await interrupted(engine, leases, between, fresh)
+    assert_told_with_versions(told, answers)
     after = bytes(state.view)
     outside = []
     for version, bits in ((4, before), (5, after)):
@@ -311,6 +345,19 @@ async def a_batch_goes_on_under_other_weights(engine, state, log):
     check_answers(leases, answers, [4, 5], 64)
     state.view[:] = before
     await engine.load(4, state)
+
+
+def assert_told_with_versions(told, answers):
+    """What was told of a batch that was interrupted is what it came to, labels and all."""
+    heard = {}
+    for each in (each for grown in told for each in grown):
+        one = heard.setdefault((each.lease, each.sample), [])
+        one += [(each.version, token) for token in each.tokens]
+    for place, answer in enumerate(answers):
+        for number, sample in enumerate(answer.samples):
+            labels = [span.version for span in sample.spans for _ in range(span.start, span.end)]
+            tokens = to_tokens(sample.tokens).tolist()
+            assert heard[place, number] == list(zip(labels, tokens, strict=True))
 
 
 async def an_interrupted_batch_goes_on_as_if_it_was_not(engine, state, log):
@@ -343,6 +390,7 @@ CHECKS = [
     logprobs_are_those_of_the_tokens,
     a_prompt_that_is_too_long_is_refused_by_name,
     a_senseless_lease_is_refused_and_the_others_are_answered,
+    what_grows_is_told_and_adds_up,
 ]
 
 

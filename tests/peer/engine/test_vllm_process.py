@@ -179,7 +179,7 @@ async def test_two_ranks_prove_what_they_share_and_leave_nothing_behind(tmp_path
     state = FileMemory(tmp_path / "memory").allocate("weights", layout.total_bytes)
     write_weights(state.view, seed=1)
     pair = VllmSetup(cache_bytes=64 << 20, tensor_parallel_size=2)
-    setup = EngineSetup(layout=layout.table, model_config=model.config(), vllm=pair)
+    setup = EngineSetup(layout=layout.table, model_config=model.config(), vllm=pair, in_flight=True)
     # Much of the start is other processes' work: that is a pulse, too.
     engine, other = EngineProcess("vllm", start_silence_s=15.0), EngineProcess("hf")
     try:
@@ -205,17 +205,60 @@ async def test_two_ranks_prove_what_they_share_and_leave_nothing_behind(tmp_path
         await other.start(setup)
         await other.load(Version(2), state)
         for sample in answer.samples:
-            audit = msgspec.structs.replace(
-                lease("scored"), kind="audit", forced=sample.tokens, seeds=[1], samples=1
-            )
-            (scored,) = await other.generate([audit])
-            gap = to_logprobs(sample.logprobs) - to_logprobs(scored.samples[0].logprobs)
-            assert np.abs(gap).max() <= 1e-4
+            assert (await gaps(other, lease("scored"), sample)).max() <= 1e-4
+        await both_ranks_change_between_the_same_two_tokens(engine, other, layout, state, log)
     finally:
         await engine.close()
         await other.close()
         state.close()
     assert not [pid for pid in family if Path(f"/proc/{pid}/stat").exists() and alive(pid)]
+
+
+async def gaps(other, like, sample):
+    """Return how far a sample's log-probs are from those of another engine, token by token."""
+    audit = msgspec.structs.replace(like, kind="audit", forced=sample.tokens, seeds=[1], samples=1)
+    (scored,) = await other.generate([audit])
+    return np.abs(to_logprobs(sample.logprobs) - to_logprobs(scored.samples[0].logprobs))
+
+
+async def both_ranks_change_between_the_same_two_tokens(engine, other, layout, state, log):
+    """In flight: version 3 comes in the middle of a batch that began with version 2."""
+    long = msgspec.structs.replace(lease("long"), tokens_max=90, stop_ids=[])
+    old, loads = bytes(state.view), []
+
+    async def between():
+        if loads:
+            return
+        places = np.arange(0, layout.total_bytes, 2 * 301)
+        np.frombuffer(state.view, "<u2")[places // 2] ^= 0x70
+        log.add(2, 3, places)
+        loads.append(await engine.load(Version(3), state, log.since(2)))
+        assert await engine.prove() == state_digest(layout, state.view)
+
+    async def interrupt():
+        while True:
+            engine.interrupt()
+            await trio.sleep(0.05)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(interrupt)
+        (answer,) = await engine.generate([long], between=between)
+        nursery.cancel_scope.cancel()
+    assert [load.sparse for load in loads] == [True]
+    new = bytes(state.view)
+    for version, bits in ((2, old), (3, new)):
+        state.view[:] = bits
+        await other.load(Version(version), state)
+        for sample in answer.samples:
+            assert [(span.version, span.start > 0) for span in sample.spans] == [
+                (2, False),
+                (3, True),
+            ]
+            (part,) = [slice(s.start, s.end) for s in sample.spans if s.version == version]
+            (rest,) = [slice(s.start, s.end) for s in sample.spans if s.version != version]
+            found = await gaps(other, long, sample)
+            assert found[part].max() <= 1e-4
+            assert found[rest].max() > 1e-2
 
 
 def alive(pid):
