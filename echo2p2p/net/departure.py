@@ -1,4 +1,6 @@
-"""A TCP stream that knows what has left: bytes handed to the kernel are not bytes on their way.
+"""A TCP stream that knows what has left, and when it is worth waking up.
+
+Bytes handed to the kernel are not bytes on their way.
 
 The problem: a node with many links sends on few of them at a time, so that each chunk is whole at
 the other end soon. But a kernel takes bytes much faster than an uplink: on each link as many as the
@@ -11,6 +13,9 @@ chunk as sent only when no more than the link's bandwidth times its shortest rou
 the kernel's own measurement, TCP_INFO), or `FEW_BYTES`. Chunks are written on top of that, so a
 faster path is found as quickly as TCP itself finds it. One timer asks for all links of a node: with
 one for each, questions were a fifth of what a relay did at 20 Mbit/s.
+
+The other way round, who knows what an arriving piece lacks (`DepartingStream.lacking`) is not woken
+for each packet of it.
 
 Rejected: small send buffers, which bound far and fast links; another congestion control, which is
 the machine's owner's to choose, and not to be had everywhere. Where the kernel cannot be asked, all
@@ -35,6 +40,9 @@ POLL_MIN_S: Final = 0.004
 POLL_MAX_S: Final = 0.02
 """Between two questions."""
 
+WAKE_BYTES_MIN: Final = 3 * 1024
+"""It is not worth two system calls to sleep for less: that is two packets."""
+
 _INFO_BYTES: Final = 168
 _MIN_RTT_US_AT: Final = 148
 _BYTES_PER_S_AT: Final = 160
@@ -53,6 +61,9 @@ class DepartingStream(trio.abc.HalfCloseableStream):
         self.socket = inner.socket
         self.position = 0
         """Bytes that the kernel has taken since the start."""
+        self.lacking: Callable[[bytes | bytearray], int] | None = None
+        """Told what was received, returns how many bytes more it takes to make anything of it."""
+        self._wakes_at = 1
 
     def departs_in_s(self, position: int) -> float:
         """Return 0 if all bytes before ``position`` are on their way, else when to ask again.
@@ -103,7 +114,21 @@ class DepartingStream(trio.abc.HalfCloseableStream):
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         """See `trio.abc.ReceiveStream`."""
-        return await self._inner.receive_some(max_bytes)
+        data = await self._inner.receive_some(max_bytes)
+        if self.lacking is not None:
+            self._wake_at(self.lacking(data))
+        return data
+
+    def _wake_at(self, count: int) -> None:
+        """Let the kernel wake us when so many bytes are there, or the connection has ended."""
+        count = count if count >= WAKE_BYTES_MIN else 1
+        if count == self._wakes_at:
+            return
+        try:
+            self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, count)
+            self._wakes_at = count
+        except OSError:  # closed, or not to be had here
+            self.lacking = None
 
     async def send_eof(self) -> None:
         """See `trio.abc.HalfCloseableStream`."""

@@ -18,14 +18,50 @@ from __future__ import annotations
 
 import ssl
 from contextlib import AbstractAsyncContextManager
+from typing import Final
 
 import trio
 
 from echo2p2p.errors import LinkError, RemoteProtocolError, Violation
 from echo2p2p.ids import PeerId
+from echo2p2p.net.departure import DepartingStream
 from echo2p2p.net.ports import Accept, Endpoint, Streams, TlsServer
 from echo2p2p.net.tls import link_contexts
 from echo2p2p.net.trust import link_owner
+
+RECORD_HEAD_BYTES: Final = 5
+"""Kind, version, length of the body (RFC 8446, 5.1)."""
+
+
+class Records:
+    """How much is lacking of the TLS record that is being received. Pure.
+
+    A record can be read when all of it is there. On a slow line it comes in a dozen packets, and
+    without this each would wake us for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._head = b""
+        """Of a record of which no more is there."""
+        self._lacking = 0
+
+    def lacking(self, data: bytes | bytearray) -> int:
+        """Return how many bytes must follow ``data`` before the next record can be read.
+
+        0 where nobody knows: between two records, or in a record's head.
+        """
+        at = min(self._lacking, len(data))
+        self._lacking -= at
+        while at < len(data):
+            part = bytes(data[at : at + RECORD_HEAD_BYTES - len(self._head)])
+            self._head += part
+            at += len(part)
+            if len(self._head) == RECORD_HEAD_BYTES:
+                body = int.from_bytes(self._head[3:], "big")
+                self._head = b""
+                self._lacking = max(0, body - (len(data) - at))
+                at += body
+        return self._lacking
 
 
 class TlsStreams:
@@ -57,7 +93,7 @@ class TlsStreams:
             LinkError: Refused, unreachable or too slow.
         """
         assert self._contexts is not None, "nobody is dialled before we are a member"
-        stream = await self._inner.dial(endpoint, timeout_s=timeout_s)
+        stream = _woken(await self._inner.dial(endpoint, timeout_s=timeout_s))
         return trio.SSLStream(stream, self._contexts[0], https_compatible=True)
 
     def listen(self, endpoint: Endpoint, accept: Accept) -> AbstractAsyncContextManager[Endpoint]:
@@ -66,11 +102,19 @@ class TlsStreams:
         async def secured(stream: trio.abc.Stream, host: str) -> None:
             if self._contexts is not None:
                 context = self._contexts[1]
+                stream = _woken(stream)
                 await accept(
                     trio.SSLStream(stream, context, server_side=True, https_compatible=True), host
                 )
 
         return self._inner.listen(endpoint, secured)
+
+
+def _woken(stream: trio.abc.Stream) -> trio.abc.Stream:
+    """Let a stream wake us for whole records."""
+    if isinstance(stream, DepartingStream):
+        stream.lacking = Records().lacking
+    return stream
 
 
 async def shake_hands(stream: trio.abc.Stream, expected: PeerId | None) -> PeerId | None:

@@ -24,6 +24,7 @@ from echo2p2p.ids import SOURCE, ManifestId, PeerId
 
 ID = ManifestId(bytes(16))
 CHUNK = 1000
+MESH_S = SwarmSettings().have_mesh_s
 
 
 class Wire:
@@ -409,8 +410,8 @@ def test_announcements_are_batched_and_tell_nobody_what_they_know():
     storing(swarm, (0, 3, 2))
     assert swarm.next_deadline() == pytest.approx(1.02)
     assert swarm.on_time(1.021) == []  # nobody waits for it in a mesh
-    assert swarm.next_deadline() == pytest.approx(1.03)
-    assert swarm.on_time(1.031) == [SendHave("b", ID, (0, 2, 3))]
+    assert swarm.next_deadline() == pytest.approx(1 + 3 * MESH_S)
+    assert swarm.on_time(1.001 + 3 * MESH_S) == [SendHave("b", ID, (0, 2, 3))]
     assert swarm.next_deadline() > 2
 
 
@@ -420,7 +421,7 @@ def test_source_and_those_to_whom_nobody_pushes_are_told_first():
     storing(swarm, (3, 2), wants=[SOURCE, *"abc"])
     told = swarm.on_time(1.021)
     assert told == [SendHave(SOURCE, ID, (2, 3)), SendHave("c", ID, (2, 3))]
-    assert swarm.on_time(1.041) == [SendHave("b", ID, (2, 3))]
+    assert swarm.on_time(1.001 + 4 * MESH_S) == [SendHave("b", ID, (2, 3))]
 
 
 def test_who_has_all_says_so_at_once():
@@ -494,7 +495,8 @@ def test_a_chunk_that_an_undialable_peer_pushed_to_us_is_for_its_like_to_ask_for
     swarm.chunks_stored(ID, [5], 1.0)
     swarm.chunk_arrived("open", ID, 6, CHUNK, 1.0)
     swarm.chunks_stored(ID, [6], 1.0)
-    told = [effect for effect in swarm.on_time(1.1) if effect.link in ("open", "nat2")]
+    told = swarm.on_time(1.001 + 4 * MESH_S)
+    told = [effect for effect in told if effect.link in ("open", "nat2")]
     assert told == [
         SendHave("open", ID, (5,)),
         SendHave("nat2", ID, (5,), ask=True),
@@ -549,7 +551,8 @@ def test_outside_a_mesh_the_source_is_told_of_a_chunk_and_who_lacks_it(mesh):
     swarm.receive_have("a", ID, [5], 0.9)
     swarm.chunk_arrived("b", ID, 5, CHUNK, 1.0)
     swarm.chunks_stored(ID, [5], 1.0)
-    told = [effect.link for effect in swarm.on_time(1.1) if isinstance(effect, SendHave)]
+    told = swarm.on_time(1.001 + 4 * MESH_S)
+    told = [effect.link for effect in told if isinstance(effect, SendHave)]
     assert told == ([SOURCE, "a", "c"] if mesh else [SOURCE, "c"])
 
 

@@ -136,6 +136,7 @@ class Held(DepartingStream):
 
     def __init__(self, inner):
         self._inner, self.position, self.let_go = inner, 0, False
+        self.lacking = None
 
     def departs_in_s(self, position):
         return 0.0 if self.let_go else POLL_MAX_S

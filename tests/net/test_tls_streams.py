@@ -1,24 +1,28 @@
 """Relay links in TLS over real sockets: who is let in, who is not, and what crosses the wire."""
 
+import bisect
 import contextlib
+import itertools
 import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echo2p2p.errors import ConfigError, LinkError, RemoteProtocolError
 from echo2p2p.ids import SOURCE
 from echo2p2p.net import certificates
 from echo2p2p.net.connections import ConnectionSettings
-from echo2p2p.net.departure import DepartingStream, Departures
+from echo2p2p.net.departure import WAKE_BYTES_MIN, DepartingStream, Departures
 from echo2p2p.net.link import Link, LinkSettings, open_link
 from echo2p2p.net.payloads import RelaySettings
 from echo2p2p.net.ports import Endpoint, Streams, TlsServer
 from echo2p2p.net.system import SystemClock
 from echo2p2p.net.tcp import TcpStreams
-from echo2p2p.net.tls_streams import TlsStreams
+from echo2p2p.net.tls_streams import RECORD_HEAD_BYTES, Records, TlsStreams
 from echo2p2p.testing.journal import Entry
 from echo2p2p.testing.relays import RUN_ID, RelayNet, RunKeys
 from echo2p2p.wire.handshake import Self
@@ -355,3 +359,67 @@ async def test_who_shows_a_card_that_is_not_its_certificates_is_told_so() -> Non
         await net.start("source")
         with pytest.raises(LinkError, match="refused by the other side: not_a_member"):
             await link_to_source(net, in_tls(KEYS.leaf("thief")), me("p0"))
+
+
+# --- waking up ----------------------------------------------------------------------------------
+
+
+@given(
+    bodies=st.lists(st.integers(0, 70), max_size=8),
+    cuts=st.lists(st.integers(1, 50), max_size=40),
+)
+def test_what_a_record_lacks_is_known_however_its_bytes_come(
+    bodies: list[int], cuts: list[int]
+) -> None:
+    wire = b"".join(b"\x17\x03\x03" + size.to_bytes(2, "big") + bytes(size) for size in bodies)
+    ends = list(itertools.accumulate(RECORD_HEAD_BYTES + size for size in bodies))
+    records, at = Records(), 0
+    for cut in cuts:
+        lacking = records.lacking(wire[at : at + cut])
+        at = min(at + cut, len(wire))
+        place = bisect.bisect_right(ends, at)
+        begun = at - (ends[place - 1] if place else 0)
+        known = place < len(ends) and begun >= RECORD_HEAD_BYTES
+        assert lacking == (ends[place] - at if known else 0)
+
+
+async def test_a_record_wakes_its_reader_once_it_is_whole() -> None:
+    size, piece = 12_000, 1000
+    record = b"\x17\x03\x03" + size.to_bytes(2, "big") + bytes(size)
+    sent, woken = trio.open_memory_channel[trio.abc.Stream](1)
+    heard: list[int] = []
+    ended = trio.Event()
+
+    async def accept(stream: trio.abc.Stream, _host: str) -> None:
+        await sent.send(stream)
+        await trio.sleep_forever()
+
+    async with (
+        TcpStreams().listen(HERE, accept) as at,
+        await TcpStreams().dial(at, timeout_s=5) as ours,
+        trio.open_nursery() as nursery,
+    ):
+        theirs = await woken.receive()
+        assert isinstance(theirs, DepartingStream)
+        theirs.lacking = Records().lacking
+
+        async def listen() -> None:
+            while data := await theirs.receive_some(65_536):
+                heard.append(len(data))
+            ended.set()
+
+        nursery.start_soon(listen)
+        for _ in range(2):
+            heard.clear()
+            for start in range(0, len(record), piece):
+                await ours.send_all(record[start : start + piece])
+                await trio.sleep(0.02)
+            assert sum(heard) == len(record)
+            # Its first piece, all that is worth sleeping for, and the last pieces one by one.
+            assert heard[0] == piece
+            assert len(heard) <= 3 + WAKE_BYTES_MIN // piece
+        await ours.send_all(record[:piece])
+        await trio.sleep(0.02)
+        with trio.fail_after(5):
+            await ours.aclose()  # an end wakes the reader, whatever is lacking
+            await ended.wait()
