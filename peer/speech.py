@@ -2,7 +2,8 @@
 
 A token may be a part of a character, and the first part of a text at which the answer is to stop.
 So what is said lags behind what was heard: nothing is said that a later token could take back.
-Answers that are given whole go through here as well, so both ways say the same.
+Answers that are given whole go through here as well, so both ways say the same (but for bytes that
+are no text, which a tokenizer may show otherwise when it sees them together).
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Speech:
         self._logprobs: list[float] = []
         self._starts: list[int] = []
         """Characters that were whole before each token came."""
+        self._ends: list[int] = []
+        """Characters once each token had become text."""
         self._text = ""
         self._window = 0
         """From here tokens are decoded anew, as text may depend on the token before it."""
@@ -105,6 +108,7 @@ class Speech:
     def _grow(self, before: str, now: str) -> None:
         start = len(self._text)
         self._text += now[len(before) :]
+        self._ends += [len(self._text)] * (len(self._tokens) - self._whole)
         self._window, self._whole = self._whole, len(self._tokens)
         cuts = [
             at
@@ -121,7 +125,7 @@ class Speech:
         lengths = [
             length
             for stop in self._stops
-            for length in range(1, len(stop))
+            for length in range(1, min(len(stop), len(self._text) + 1))
             if self._text.endswith(stop[:length])
         ]
         return max(lengths, default=0)
@@ -140,6 +144,4 @@ class Speech:
         """Whether a token that has become text is said: of one that a stop cuts, a part is."""
         if self.cut:
             return self._starts[place] < len(self._text)
-        last = place + 1 == len(self._starts)
-        end = len(self._text) if last else self._starts[place + 1]
-        return end <= len(self._text) - held
+        return self._ends[place] <= len(self._text) - held

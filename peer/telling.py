@@ -67,7 +67,7 @@ class Waiting:
         Raises:
             ApiError: There is none.
         """
-        if self.answer is None:
+        if self.answer is None or any(s.finish == "aborted" for s in self.answer.samples):
             raise ApiError(503, "the engine failed: ask again", retry_after_s=RETRY_S)
         if self.answer.refused:
             raise ApiError(400, self.answer.refused, code="context_length_exceeded")
@@ -118,24 +118,23 @@ def _finish(speech: Speech, sample: Sample) -> Finish:
 class _Voice:
     """One choice of a stream."""
 
-    def __init__(self, asked: Asked, index: int, lease: Lease, speech: Speech) -> None:
+    def __init__(self, asked: Asked, index: int, speech: Speech) -> None:
         self._asked = asked
         self._index = index
-        self._lease = lease
         self._speech = speech
         self._begun = False
         self.heard: list[int] = []
         self.over = False
 
     def go_on(self, heading: Heading, grown: Grown) -> bytes:
-        """Return the events of what the engine tells, which may be none."""
+        """Return the events of what the engine tells, which may be none.
+
+        Only a stop text ends a choice here: that an answer is whole, and is any good, is known once
+        the engine has given it.
+        """
         self.heard += grown.tokens
         said = self._speech.hear(grown.tokens, grown.logprobs)
-        finish: Finish | None = None
-        if self._speech.cut or self.heard[-1] in self._lease.stop_ids:
-            finish = "stop"
-        elif len(self.heard) >= self._lease.tokens_max:
-            finish = "length"
+        finish: Finish | None = "stop" if self._speech.cut else None
         return self._say(replace(heading, versions=str(grown.version)), said, finish)
 
     def finish(self, heading: Heading, sample: Sample) -> bytes:
@@ -193,12 +192,12 @@ class Telling:
         self._offload = offload
         numbers = itertools.count()
         self._shares = [
-            (each, [self._voice(next(numbers), each.lease, decoder) for _ in each.lease.seeds])
+            (each, [self._voice(next(numbers), decoder) for _ in each.lease.seeds])
             for each in waiting
         ]
 
-    def _voice(self, index: int, lease: Lease, decoder: Decoder) -> _Voice:
-        return _Voice(self._asked, index, lease, new_speech(self._asked, decoder))
+    def _voice(self, index: int, decoder: Decoder) -> _Voice:
+        return _Voice(self._asked, index, new_speech(self._asked, decoder))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Write events until every choice has ended."""

@@ -46,17 +46,41 @@ def _number(model_config: str, key: str, unknown: int) -> int:
         return unknown
 
 
-def fitting(leases: Sequence[Lease], grown: Sequence[Grown], vocabulary: int) -> list[Grown]:
-    """Return what can be a part of answers to ``leases``; the rest will not pass at the end."""
-    return [
-        each
-        for each in grown
-        if 0 <= each.lease < len(leases)
-        and 0 <= each.sample < leases[each.lease].samples
-        and 1 <= len(each.tokens) == len(each.logprobs)
-        and all(0 <= token < vocabulary for token in each.tokens)
-        and all(map(math.isfinite, each.logprobs))
-    ]
+class Hearing:
+    """What an engine tells of a batch that runs, as far as it could be a part of its answers.
+
+    Of a sample of which once something was told that could not be, nothing more is believed; its
+    answer will not pass `check_answers`.
+    """
+
+    def __init__(self, leases: Sequence[Lease], vocabulary: int) -> None:
+        self._samples = [lease.samples for lease in leases]
+        self._vocabulary = vocabulary
+        self._unfit: set[tuple[int, int]] = set()
+
+    def believed(self, grown: Sequence[Grown], versions: Collection[Version]) -> list[Grown]:
+        """Return what fits; ``versions`` are those that the engine has proved since it began."""
+        fit = []
+        for each in grown:
+            place = (each.lease, each.sample)
+            if not self._exists(each) or place in self._unfit:
+                continue
+            if each.version in versions and self._fits(each):
+                fit.append(each)
+            else:
+                self._unfit.add(place)
+        return fit
+
+    def _exists(self, grown: Grown) -> bool:
+        known = 0 <= grown.lease < len(self._samples)
+        return known and 0 <= grown.sample < self._samples[grown.lease]
+
+    def _fits(self, grown: Grown) -> bool:
+        return (
+            1 <= len(grown.tokens) == len(grown.logprobs)
+            and all(0 <= token < self._vocabulary for token in grown.tokens)
+            and all(map(math.isfinite, grown.logprobs))
+        )
 
 
 def check_answers(

@@ -331,8 +331,8 @@ class VllmEngine:
         return outputs
 
     def _grown(self, place: tuple[int, int], output: Any, told: int) -> Grown:  # noqa: ANN401
-        tokens, logprobs = _sampled(output)
-        return Grown(*place, self._label(), tokens[told:], logprobs[told:])
+        tokens, logprobs = _sampled(output, told)
+        return Grown(*place, self._label(), tokens, logprobs)
 
     def _score(self, lease: Lease) -> Generator[Sequence[Grown], None, Sample]:
         """Return given tokens with their log-probs; scored again if the weights change meanwhile.
@@ -381,16 +381,16 @@ def _to_sample(lease: Lease, output: Any) -> Sample:  # noqa: ANN401 - vLLM's ow
     return _sample(lease, tokens, logprobs, labels.spans(len(tokens)))
 
 
-def _sampled(output: Any) -> tuple[list[int], list[float]]:  # noqa: ANN401 - vLLM's own
-    """Return tokens and their log-probs.
+def _sampled(output: Any, start: int = 0) -> tuple[list[int], list[float]]:  # noqa: ANN401 - vLLM's own
+    """Return tokens from ``start`` on and their log-probs.
 
     Raises:
         EngineError: They are not of each other.
     """
-    tokens = list(output.token_ids)
+    tokens = list(output.token_ids[start:])
     flat = output.logprobs
     # The sampled token's comes first of those at its position.
-    starts = flat.start_indices
+    starts = flat.start_indices[start:]
     if len(starts) != len(tokens) or [flat.token_ids[at] for at in starts] != tokens:
         raise EngineError("vLLM's log-probs are of other tokens than it sampled")
     return tokens, [flat.logprobs[at] for at in starts]

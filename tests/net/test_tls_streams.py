@@ -423,3 +423,21 @@ async def test_a_record_wakes_its_reader_once_it_is_whole() -> None:
         with trio.fail_after(5):
             await ours.aclose()  # an end wakes the reader, whatever is lacking
             await ended.wait()
+
+
+async def test_both_ends_of_a_link_in_tls_wake_for_whole_records() -> None:
+    ends: list[trio.abc.Stream] = []
+    there = trio.Event()
+
+    async def accept(stream: trio.abc.Stream, _host: str) -> None:
+        ends.append(stream)
+        there.set()
+
+    async with in_tls(KEYS.leaf("p0")).listen(HERE, accept) as at:
+        ends.append(await in_tls(KEYS.leaf("p1")).dial(at, timeout_s=5))
+        await there.wait()
+    for end in ends:
+        assert isinstance(end, trio.SSLStream)
+        assert isinstance(end.transport_stream, DepartingStream)
+        assert end.transport_stream.lacking is not None
+        await trio.aclose_forcefully(end)

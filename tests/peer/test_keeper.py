@@ -1,8 +1,9 @@
 """An engine that dies, hangs, lies or never comes up: what its keeper does about it."""
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,8 +15,9 @@ from echo2p2p.net.ports import SharedState
 from echo2p2p.testing.journal import TraceJournal
 from echo2p2p.testing.system import InlineOffload, MemoryState
 from echo2p2p.weights.state import state_digest
+from echo2p2p.wire.arrays import to_tokens
 from echo2p2p.wire.messages import Lease
-from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, Heard, LoadReport
+from peer.engine.base import Between, EngineInfo, EngineSetup, Generated, Grown, Heard, LoadReport
 from peer.keeper import (
     BACK_OFF_S,
     BATCH_S_MIN,
@@ -144,6 +146,33 @@ async def test_a_version_is_named_only_after_the_engine_has_proved_it(autojump_c
         assert {span.version for sample in answer.samples for span in sample.spans} == {3}
         assert [entry.fields["kind"] for entry in slot.journal.named("engine.ready")] == ["fake"]
         assert [entry.fields["version"] for entry in slot.journal.named("version.loaded")] == [3]
+
+
+async def test_who_wants_to_hear_is_told_what_the_answer_comes_to_and_no_rubbish(
+    autojump_clock,
+) -> None:
+    class Babbler(Engine):
+        async def generate(self, leases, *, heard=None, **options):  # type: ignore[no-untyped-def,override]
+            def babble(grown: Sequence[Grown]) -> None:
+                odd = [replace(each, lease=7) for each in grown]
+                heard([*odd, *grown, *(replace(each, version=9) for each in grown)])
+
+            return await super().generate(leases, heard=heard and babble, **options)
+
+    slot = Slot(Babbler(seconds_per_token=1.0))
+    async with slot.running() as keeper:
+        keeper.offer(weights(3))
+        await proved(keeper, 3)
+        told: list[Grown] = []
+        (answer,) = await keeper.generate([lease()], told.extend)
+        (silent,) = await keeper.generate([lease()])
+    assert answer.samples == silent.samples
+    assert {each.version for each in told} == {3}
+    for number, sample in enumerate(answer.samples):
+        heard = [token for each in told if each.sample == number for token in each.tokens]
+        tokens = to_tokens(sample.tokens).tolist()
+        assert heard == tokens[: len(heard)]
+        assert heard, "at least until the rubbish"
 
 
 async def test_who_waits_for_a_version_is_woken_by_its_proof(autojump_clock) -> None:

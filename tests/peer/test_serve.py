@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import trio
+import trio.lowlevel
 
 from coordinator.model import TINY_QWEN3, prepare_model
 from echo2p2p.errors import ConfigError, EngineError
@@ -67,6 +68,7 @@ class Speaker:
                 for place, number, tokens in samples
                 if at < len(tokens)
             ])  # fmt: skip
+            await trio.lowlevel.checkpoint()  # who listens has its turn first
 
     def answer(self, lease):
         if self.refusal:
@@ -263,7 +265,7 @@ async def test_a_stream_is_written_while_the_engine_samples(tokenizer, autojump_
                 times.setdefault(one["index"], []).append(trio.current_time())
     assert said == {0: ["1", "2", ""], 1: ["1", "2", ""], 2: ["5", "6", "7", ""], 3: said[2]}
     assert times[0] == [1.0, 2.0, 4.0], "the + waited for what came after it"
-    assert times[2] == [1.0, 2.0, 3.0, 4.0]
+    assert times[2] == [1.0, 2.0, 3.0, 6.0], "and its end for the engine's whole answer"
     assert speaker.batches == [2]
 
 
@@ -275,6 +277,18 @@ async def test_a_stream_whose_choices_have_all_stopped_does_not_wait_for_the_eng
         body = b"".join([events async for events in response.rest])
         assert trio.current_time() == 3.0
     assert [one["choices"][0]["text"] for one in chunks_of(body)] == ["1", "2", ""]
+
+
+async def test_who_leaves_a_stream_is_not_sampled_for_any_more(tokenizer, autojump_clock):
+    speaker = Speaker(tokenizer)
+    async with model_of(tokenizer, speaker) as ask:
+        response = await ask("/v1/completions", prompt=["1234"] * (BATCH_MAX + 1), stream=True)
+        await anext(response.rest)
+        await response.rest.aclose()
+        await trio.sleep(60)
+        assert speaker.batches == [BATCH_MAX], "the last prompt was never asked"
+        await ask("/v1/completions", prompt="1")
+        assert speaker.batches == [BATCH_MAX, 1]
 
 
 @pytest.mark.parametrize("how", ["dies_at", "lies_at"])
@@ -310,6 +324,7 @@ async def test_what_cannot_be_done_is_refused_by_name_in_openai_s_form(tokenizer
             ({"prompt": "1", "top_p": 0}, "top_p"),
             ({"prompt": "1", "max_tokens": 0}, "max_tokens"),
             ({"prompt": "1", "stop": [""]}, "stop"),
+            ({"prompt": "1", "stop": "x" * 257}, "stop"),
             ({"prompt": "1", "logprobs": 5}, "logprobs"),
             ({"prompt": []}, "prompt"),
             ({"prompt": [-1]}, "prompt"),

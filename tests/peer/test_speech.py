@@ -1,7 +1,7 @@
 """An answer's text, as its tokens come: whole characters, stops, however it is heard."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -86,6 +86,7 @@ def test_tokens_come_with_their_text_and_those_that_a_stop_cuts_off_do_not():
 
 
 @pytest.mark.parametrize("by_token", [False, True])
+@example(text="\N{EURO SIGN}ab", stops=["\N{EURO SIGN}a"], cuts=[3])
 @given(
     text=st.text("abE\N{EURO SIGN}\U0001f600\ufffd ", max_size=30),
     stops=st.lists(st.text("abE\N{EURO SIGN}", min_size=1, max_size=3), max_size=2),

@@ -281,9 +281,9 @@ class _Serving:
             async with self._in_time(request, len(piece)):
                 await response.write(piece)
             exchange.pieces.task_done()
-        if exchange.broke_off:
+        if exchange.broke_off:  # whoever broke it off has said why
             _abort(request)
-            raise ConnectionAbortedError("the answer broke off")
+            return response
         async with self._in_time(request, 0):
             await response.write_eof()
         return response
@@ -371,7 +371,8 @@ class AioHttpServer:
     async def serve(self, routes: tuple[Route, ...], endpoint: Endpoint) -> AsyncIterator[Endpoint]:
         """Serve while the context is open; see `HttpServer`.
 
-        At its end handlers are cancelled and answered with 503, within about a second. Handlers
+        At its end handlers are cancelled and answered with 503, within about a second; answers of
+        which a part is on its way break off. Handlers
         run in a nursery of this context: what its body raises comes out in an `ExceptionGroup`.
 
         Raises:

@@ -1,6 +1,7 @@
 """An engine's answers are judged before they leave the peer, by the coordinator's own rules."""
 
 import math
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,8 +10,8 @@ from echo2p2p.errors import EngineError
 from echo2p2p.ids import Version
 from echo2p2p.wire.arrays import from_logprobs, from_tokens
 from echo2p2p.wire.messages import Array, Lease, Sample, Sampling, Span
-from peer.engine.answers import UNKNOWN_VOCABULARY, check_answers, vocabulary_of
-from peer.engine.base import Generated
+from peer.engine.answers import UNKNOWN_VOCABULARY, Hearing, check_answers, vocabulary_of
+from peer.engine.base import Generated, Grown
 
 LEASE = Lease(
     lease_id="lease",
@@ -134,3 +135,37 @@ def test_scores_of_given_tokens_must_be_of_those_tokens():
 )
 def test_the_vocabulary_is_the_configurations(config, size):
     assert vocabulary_of(config) == size
+
+
+PART = Grown(lease=0, sample=1, version=Version(3), tokens=[5, 6], logprobs=[-0.5, -0.1])
+
+
+def test_what_is_told_of_a_batch_is_believed_as_far_as_it_could_be_an_answer():
+    hearing = Hearing([LEASE], 64)
+    told = [PART, replace(PART, sample=0), replace(PART, tokens=[2], logprobs=[0.0])]
+    assert hearing.believed(told, [Version(3)]) == told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 4},
+        {"tokens": [5, 64]},
+        {"tokens": [5, -1]},
+        {"tokens": [5]},
+        {"tokens": [], "logprobs": []},
+        {"logprobs": [math.nan, 0.0]},
+        {"logprobs": [-math.inf, 0.0]},
+    ],
+)
+def test_of_a_sample_nothing_is_believed_after_rubbish(changes):
+    """Else its text would have a hole."""
+    hearing, other = Hearing([LEASE], 64), replace(PART, sample=0)
+    assert hearing.believed([replace(PART, **changes), PART, other], [Version(3)]) == [other]
+    assert hearing.believed([PART, other], [Version(3)]) == [other]
+
+
+@pytest.mark.parametrize("changes", [{"lease": 1}, {"lease": -1}, {"sample": 2}, {"sample": -1}])
+def test_what_is_told_of_nobody_is_passed_over(changes):
+    hearing = Hearing([LEASE], 64)
+    assert hearing.believed([replace(PART, **changes), PART], [Version(3)]) == [PART]
