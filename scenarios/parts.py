@@ -118,6 +118,7 @@ class Life:
         Raises:
             ChildError: The part ended before or meanwhile.
         """
+        self.left_s = seconds  # until it has begun
         await trio.lowlevel.checkpoint()
         with self._pace.work(seconds) as scope:
             try:
