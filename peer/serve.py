@@ -50,7 +50,7 @@ from peer.openai_api import (
     read_request,
     write_answer,
 )
-from peer.telling import RETRY_S, Telling, Waiting, choice_of, give_up, hear, span_of
+from peer.telling import RETRY_S, Decoder, Telling, Waiting, choice_of, give_up, hear, span_of
 
 WAITING_MAX: Final = 32
 """Prompts that wait for the engine; of one request at most 16."""
@@ -72,19 +72,14 @@ class Speaker(Protocol):
         ...
 
 
-class Tokenizer(Protocol):
+class Tokenizer(Decoder, Protocol):
     """The part of `echo2p2p.net.tokenizer.FolderTokenizer` that is used."""
 
     vocab_size: int
-    stop_ids: tuple[int, ...]
     positions_max: int | None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's tokens."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         ...
 
 

@@ -7,11 +7,12 @@ simulation is served in production, and a 404 reads the same in both.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from echo2p2p.net.ports import Request, Response, Route
+from echo2p2p.net.ports import Journal, Request, Response, Route
 from echo2p2p.wire import codec
 from echo2p2p.wire.messages import Refusal
 
@@ -74,6 +75,17 @@ def look_at_head(route: Route, head: Request) -> str | Response:
         detail = f"bodies are not inflated: send it without Content-Encoding {encoding[:20]!r}"
         return refusal(415, REASON_ENCODED, detail)
     return "" if route.admit is None else route.admit(head)
+
+
+def note_failed(journal: Journal, route: Route, error: Exception) -> None:
+    """Journal the bug that a handler, or the rest of its answer, has just raised."""
+    journal.event(
+        HANDLER_FAILED,
+        method=route.method,
+        path=route.path,
+        cause=f"{type(error).__name__}: {error}",
+        exception="".join(traceback.format_exception(error)),
+    )
 
 
 def handler_failed() -> Response:

@@ -10,7 +10,6 @@ from each other (whoever waits, waits until the timeout). TLS is off in simulati
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from contextvars import Context
@@ -86,7 +85,7 @@ class _Listener:
         try:
             return await route.handler(request)
         except Exception as error:  # noqa: BLE001 - as in the real server
-            self._note_failed(route, error)
+            routing.note_failed(self.journal, route, error)
             return routing.handler_failed()
 
     async def _run_rest(
@@ -99,18 +98,9 @@ class _Listener:
                 async for piece in rest:
                     body += piece
         except Exception as error:  # noqa: BLE001 - as above
-            self._note_failed(route, error)
+            routing.note_failed(self.journal, route, error)
             return None
         return replace(head, body=bytes(body), rest=None)
-
-    def _note_failed(self, route: Route, error: Exception) -> None:
-        self.journal.event(
-            routing.HANDLER_FAILED,
-            method=route.method,
-            path=route.path,
-            cause=f"{type(error).__name__}: {error}",
-            exception=traceback.format_exc(),
-        )
 
 
 class SimHttp:

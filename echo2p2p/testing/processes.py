@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -100,6 +101,17 @@ class Processes:
                 tails = {p.name: p.read_text(errors="replace")[-1500:] for p in self._logs()}
                 raise TimeoutError(f"{what} did not happen within {timeout_s} s: {tails}")
             time.sleep(POLL_S)
+
+    def wait_access(self, run: str, timeout_s: float = 60) -> dict[str, str]:
+        """Wait until the coordinator of the run in this folder listens; return its ``join.json``.
+
+        Raises:
+            TimeoutError: As `wait`.
+        """
+        join = self.folder / run / "join.json"
+        self.wait(join.exists, timeout_s, "the coordinator listening")
+        access: dict[str, str] = json.loads(join.read_bytes())
+        return access
 
     def _logs(self) -> list[Path]:
         return sorted(self.folder.glob("**/*.log"))

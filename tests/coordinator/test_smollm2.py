@@ -109,9 +109,7 @@ def test_the_shipped_configuration_trains_with_a_real_peer(tmp_path):
             *("--run.steps", str(steps), "--held_out.items", "12"),
             log="coordinator.log",
         )
-        join = tmp_path / "run" / "join.json"
-        processes.wait(join.exists, 120, "the coordinator listening")
-        access = json.loads(join.read_text())
+        access = processes.wait_access("run", 120)
         processes.start(
             "peer",
             *("join", access["url"], "--token", access["token"], "--folder", "peer"),

@@ -97,9 +97,7 @@ def test_a_run_over_tls_trains_and_ctrl_c_ends_everything_within_five_seconds(tm
             *SHORT,
             log="coordinator.log",
         )
-        join = tmp_path / "run" / "join.json"
-        processes.wait(join.exists, 60, "the coordinator listening")
-        access = json.loads(join.read_text())
+        access = processes.wait_access("run")
         assert access["url"].startswith("https://")
         peer = processes.start(
             "peer",

@@ -36,9 +36,7 @@ def test_a_client_talks_to_versions_as_they_come_and_the_summary_has_scores_and_
     port, versions = free_port(), []
     with Processes(tmp_path) as processes:
         run = processes.start("coordinator", "run", *SHORT, log="run.log")
-        join = tmp_path / "run" / "join.json"
-        processes.wait(join.exists, 60, "a coordinator")
-        access = json.loads(join.read_text())
+        access = processes.wait_access("run")
         peer = (access["url"], "--token", access["token"], "--relay.host", "127.0.0.1")
         processes.start(
             *("peer", "join", *peer, "--folder", "peer", "--serve", f"127.0.0.1:{port}"),

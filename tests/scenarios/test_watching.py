@@ -173,9 +173,7 @@ def short_run(folder, *flags):
         coordinator = processes.start(
             *("scenarios.live_fakes", "run", "--run.steps", "6", *flags), log="coordinator.log"
         )
-        join = folder / "run" / "join.json"
-        processes.wait(join.exists, 30, "the coordinator listening")
-        access = json.loads(join.read_text())
+        access = processes.wait_access("run", 30)
         peer = processes.start(
             *("scenarios.live_fakes", "join", access["url"], "--token", access["token"]),
             *("--folder", "peer", *flags),

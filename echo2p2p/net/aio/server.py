@@ -13,7 +13,6 @@ import functools
 import logging
 import socket
 import ssl
-import traceback
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -325,7 +324,7 @@ class _Serving:
         try:
             return await exchange.route.handler(exchange.request)
         except Exception as error:  # noqa: BLE001 - one bad request must not end the server
-            self._note_failed(exchange, error)
+            routing.note_failed(self._journal, exchange.route, error)
             return routing.handler_failed()
 
     async def _run_rest(self, exchange: _Exchange, rest: AsyncGenerator[bytes, None]) -> bool:
@@ -335,18 +334,9 @@ class _Serving:
                 async for piece in rest:
                     await self._aio.call(functools.partial(exchange.pass_on, piece))
         except Exception as error:  # noqa: BLE001 - as above
-            self._note_failed(exchange, error)
+            routing.note_failed(self._journal, exchange.route, error)
             return False
         return True
-
-    def _note_failed(self, exchange: _Exchange, error: Exception) -> None:
-        self._journal.event(
-            routing.HANDLER_FAILED,
-            method=exchange.route.method,
-            path=exchange.route.path,
-            cause=f"{type(error).__name__}: {error}",
-            exception=traceback.format_exc(),
-        )
 
     def _finish(self, exchange: _Exchange, response: Response) -> None:
         self._aio.tell_loop(functools.partial(exchange.resolve, response))
