@@ -9,7 +9,8 @@ payload, on a line that is as fast as what payload can have of it. Bytes travel 
 round trip later, costs its bytes twice and holds up what comes after it on its lane; and no lane is
 faster than loss allows (Mathis et al., 1997: 1.22 MSS / (RTT sqrt(p))). Queues have
 no end, so congestion shows as delay and not as loss; but who has much to send waits while the
-queue of either line is `QUEUE_S` long, as congestion control would make it.
+queue of either line is `QUEUE_S` long, as congestion control would make it. Those who wait for the
+same line go on in turn, as fast as it takes segments.
 
 Machines can be cut from each other, one way or both, or frozen; what is on its way is held back
 and goes on afterwards, on each lane when its sender tries again: its timer doubles each time (RFC
@@ -26,9 +27,10 @@ import heapq
 import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import trio
@@ -47,6 +49,8 @@ AT_ONCE_S: Final = 1e-4
 a line's next bytes still start where these end."""
 QUEUE_S: Final = 1.0
 """Of a line: as long as routers of homes let it become."""
+TURN_S: Final = 1 / 1024
+"""Who was let on a line has sent by then."""
 TIMER_MIN_S: Final = 0.2
 """Least retransmission timeout, as in Linux: beside the round trip, where that hardly varies."""
 WINDOW_FIRST_BYTES: Final = 10 * PACKET_BYTES
@@ -90,6 +94,10 @@ class Traffic:
     """Off its downlink."""
 
 
+Admit = Callable[[], bool]
+"""Lets a writer go on; returns whether it was still waiting."""
+
+
 @dataclass(eq=False)
 class Node:
     """One machine's line."""
@@ -106,6 +114,9 @@ class Node:
     down_free_s: float = -math.inf
     sent_bytes: int = 0
     received_bytes: int = 0
+    up_waiting: deque[Admit] = field(default_factory=deque)
+    down_waiting: deque[Admit] = field(default_factory=deque)
+    """Writers, here and elsewhere, for whom either queue is too long; no one twice."""
 
 
 @dataclass(eq=False)
@@ -308,6 +319,23 @@ class SimLinks:
         free_s = max(lane.sender.up_free_s, lane.receiver.down_free_s)
         return max(0.0, free_s - trio.current_time() - QUEUE_S)
 
+    def is_free(self, lane: Lane) -> bool:
+        """Return whether both queues are short enough, and nobody waits who came before."""
+        waits = lane.sender.up_waiting or lane.receiver.down_waiting
+        return not waits and not self.full_for(lane)
+
+    def when_free(self, lane: Lane, admit: Admit) -> None:
+        """Call ``admit`` when the longer of both lines' queues is short enough, and it is its turn.
+
+        Were all called at once, a thousand would look for each segment that one of them can send.
+        """
+        up = lane.sender.up_free_s >= lane.receiver.down_free_s
+        waiting = lane.sender.up_waiting if up else lane.receiver.down_waiting
+        waiting.append(admit)
+        if len(waiting) == 1:
+            turn = self._turn_up if up else self._turn_down
+            self.after(self.full_for(lane), partial(turn, lane.sender if up else lane.receiver))
+
     async def open(self, out: Lane, back: Lane) -> None:
         """Open a connection; returns when its other end has said yes."""
         out.is_opening = back.is_opening = True
@@ -350,6 +378,25 @@ class SimLinks:
             return True
         lane.lost_s = math.inf
         return False
+
+    def _turn_up(self, node: Node) -> None:
+        next_s = self._turn(node.up_waiting, node.up_free_s, node.up_bytes_per_s)
+        if next_s is not None:
+            self.after(next_s, partial(self._turn_up, node))
+
+    def _turn_down(self, node: Node) -> None:
+        next_s = self._turn(node.down_waiting, node.down_free_s, node.down_bytes_per_s)
+        if next_s is not None:
+            self.after(next_s, partial(self._turn_down, node))
+
+    def _turn(self, waiting: deque[Admit], free_s: float, bytes_per_s: float) -> float | None:
+        """Let the first go on that still waits, if it may; return the seconds until the next."""
+        full_s = free_s - self._now() - QUEUE_S
+        if full_s > 0:
+            return full_s
+        while waiting and not waiting.popleft()():
+            pass
+        return min(TURN_S, SEGMENT_BYTES / bytes_per_s) if waiting else None
 
     def _save_up(self, node: Node) -> None:
         """Work out what the lines of a machine have when they were idle."""

@@ -186,6 +186,12 @@ class SimStream(trio.abc.HalfCloseableStream):
         self._reader: trio.lowlevel.Task | None = None
         """Waits for something to read."""
         self._writable = trio.Event()
+        """Set while nobody waits to write."""
+        self._writable.set()
+        self._in_line = False
+        """Among those who wait for a line that is full."""
+        self._is_admitted = False
+        """Its turn has come."""
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send; returns when all bytes are queued on the uplink."""
@@ -210,7 +216,7 @@ class SimStream(trio.abc.HalfCloseableStream):
         """
         fits = len(data) <= SEGMENT_BYTES and not self._sending
         ended = self._closed or self._broken or self._other_closed or self._eof_sent
-        if not fits or ended or self._is_full() or self._network.full_for(self.lane):
+        if not fits or ended or self._is_full() or not self._network.is_free(self.lane):
             return False
         self._send_segment(memoryview(bytes(data)))
         return True
@@ -336,13 +342,23 @@ class SimStream(trio.abc.HalfCloseableStream):
             raise trio.ClosedResourceError("sending after the end")
 
     async def _wait_window(self) -> None:
-        while self._is_full() or (full_s := self._network.full_for(self.lane)):
+        while self._is_full() or not self._may_go():
             self._check_sendable()
             self._writable = trio.Event()
-            if not self._is_full():
-                self._network.after(full_s, self._wake_writer)
-            await self._writable.wait()
+            if not self._is_full() and not self._in_line:
+                self._in_line = True
+                self._network.when_free(self.lane, self._admit)
+            try:
+                await self._writable.wait()
+            finally:
+                self._writable.set()
+        self._is_admitted = False
         self._check_sendable()
+
+    def _may_go(self) -> bool:
+        if self._is_admitted:
+            return not self._network.full_for(self.lane)
+        return self._network.is_free(self.lane)
 
     def _is_full(self) -> bool:
         return (
@@ -360,8 +376,11 @@ class SimStream(trio.abc.HalfCloseableStream):
         else:
             self._unsent_bytes -= len(segment)
 
-    def _wake_writer(self) -> None:
+    def _admit(self) -> bool:
+        """It is our turn on a line that was full; returns whether somebody waits for it."""
+        self._is_admitted, self._in_line = not self._writable.is_set(), False
         self._writable.set()
+        return self._is_admitted
 
     def _left(self, count: int) -> None:
         self._unsent_bytes -= count

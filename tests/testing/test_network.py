@@ -6,7 +6,7 @@ from trio.testing import check_half_closeable_stream
 
 from echo2p2p.errors import ConfigError, LinkError
 from echo2p2p.net.ports import Endpoint
-from echo2p2p.testing.network import WINDOW_BYTES, SimNetwork, Traffic
+from echo2p2p.testing.network import SEGMENT_BYTES, WINDOW_BYTES, SimNetwork, Traffic
 
 
 @contextlib.asynccontextmanager
@@ -88,6 +88,60 @@ async def test_two_streams_share_one_uplink(autojump_clock):
         assert trio.current_time() - start == pytest.approx(1.0)
         await read_exactly(two_end, 500)
         assert trio.current_time() - start == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("full", ["up", "down"])
+async def test_writers_on_a_full_line_go_on_in_turn_and_look_once_for_each_segment(
+    autojump_clock, full
+):
+    writers, segments, segment_s = 40, 5, 0.1
+    network = SimNetwork()
+    rate = {f"{full}_bytes_per_s": SEGMENT_BYTES / segment_s}
+    names = [f"w{number}" for number in range(writers)]
+    for name in ("hub", *names):
+        network.add_node(name, **(rate if name == "hub" else {}))
+    looks, done_s, inner = [], {}, network.full_for
+
+    def counted(lane):
+        looks.append(lane)
+        return inner(lane)
+
+    network.full_for = counted
+
+    async def write(name, stream):
+        for number in range(segments):
+            with trio.move_on_after(1.5 if (name, number) == ("w7", 2) else 1e9) as scope:
+                await stream.send_all(bytes(SEGMENT_BYTES))
+            if scope.cancelled_caught:
+                return
+        done_s[name] = trio.current_time()
+
+    async def drain(stream, _):
+        async for _ in stream:
+            pass
+
+    async with contextlib.AsyncExitStack() as stack:
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(network.run)
+        streams = []
+        for port, name in enumerate(names, 1):
+            sender, receiver = ("hub", name) if full == "up" else (name, "hub")
+            listening = network.streams(receiver).listen(Endpoint("", port), drain)
+            where = await stack.enter_async_context(listening)
+            streams.append(await network.streams(sender).dial(where, timeout_s=10))
+        start = trio.current_time()
+        async with trio.open_nursery() as writing:
+            for name, stream in zip(names, streams, strict=True):
+                writing.start_soon(write, name, stream)
+        nursery.cancel_scope.cancel()
+    sent = network.traffic("hub").sent_bytes or network.traffic("hub").received_bytes
+    assert "w7" not in done_s
+    assert len(done_s) == writers - 1
+    total_s = max(done_s.values()) - start
+    # The line never stood idle, though one gave up while it waited for its turn.
+    assert total_s <= sent / SEGMENT_BYTES * segment_s
+    assert min(done_s.values()) - start > 0.6 * total_s, "in turn"
+    assert len(looks) < 5 * writers * segments
 
 
 async def test_a_reader_that_does_not_read_stops_the_writer(autojump_clock):
