@@ -38,7 +38,12 @@ chunk while others that are linked have not said that they follow: the first few
 ones, would get most of a small payload."""
 
 DEALS_AT_WORK: Final = 2
-"""A relay's oldest chunks, which it is passing on: never too many, and left to it."""
+"""A relay's oldest chunks, which it is passing on: the source never makes their copies."""
+
+DEALS_ALLOWED: Final = 4
+"""So many are never too many, whatever they take: where one chunk to everybody takes a relay most
+of a second, what it still owes is mostly copies that have been made, and whose announcements are on
+their way."""
 
 REDEAL_MIN_S: Final = 1.0
 STUCK: Final = 4.0
@@ -331,7 +336,7 @@ class Dealer:
         return self._has_too_much(relay)
 
     def _has_too_much(self, relay: PeerId) -> bool:
-        many = len(self._relays[relay].deals) > DEALS_AT_WORK
+        many = len(self._relays[relay].deals) > DEALS_ALLOWED
         return many and self._backlog_s(relay) > self._backlog_max_s
 
     def _backlog_s(self, relay: PeerId) -> float:

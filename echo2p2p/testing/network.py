@@ -1,8 +1,8 @@
 """Byte streams between simulated machines: `SimNetwork.streams(name)` is a `Streams` port.
 
 A stream is cut into segments, which travel as `echo2p2p.testing.links` says. It never has more than
-a window of bytes unread on its way, nor more than two segments waiting for the uplink (trio asks
-the kernel for as much, TCP_NOTSENT_LOWAT).
+a window of bytes unread on its way, nor more than a segment waiting for the uplink: trio leaves as
+much to the kernel unsent (TCP_NOTSENT_LOWAT), and relays count as sent what has left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from echo2p2p.testing.stopping import context_of_now
 __all__ = ["SEGMENT_BYTES", "UNSENT_BYTES", "WINDOW_BYTES", "SimNetwork", "SimStream", "Traffic"]
 
 WINDOW_BYTES: Final = 256 * 1024
-UNSENT_BYTES: Final = 2 * SEGMENT_BYTES
+UNSENT_BYTES: Final = SEGMENT_BYTES
 PORT_FIRST: Final = 49152
 
 
@@ -58,9 +58,6 @@ class SimNetwork(SimLinks):
 
     def __init__(self, rng: random.Random | None = None, *, framing: Framing | None = None) -> None:
         super().__init__(rng, framing=framing)
-        # Where packets wait for a window of their own, only the 16 KiB count that trio leaves to
-        # the kernel unsent.
-        self.unsent_bytes_max = UNSENT_BYTES if framing is None else SEGMENT_BYTES
         self._machines: dict[str, _Machine] = {}
         self._numbers = itertools.count()
 
@@ -361,10 +358,7 @@ class SimStream(trio.abc.HalfCloseableStream):
         return self._network.is_free(self.lane)
 
     def _is_full(self) -> bool:
-        return (
-            self._unread_bytes >= WINDOW_BYTES
-            or self._unsent_bytes >= self._network.unsent_bytes_max
-        )
+        return self._unread_bytes >= WINDOW_BYTES or self._unsent_bytes >= UNSENT_BYTES
 
     def _send_segment(self, segment: memoryview) -> None:
         self._unread_bytes += len(segment)
