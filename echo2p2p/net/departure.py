@@ -36,8 +36,8 @@ from typing import Final, NoReturn
 import trio
 
 FEW_BYTES: Final = 4 * 1024
-"""Three packets. Much less than the smallest chunk: with 32 KiB, a chunk of 16 had left each link as
-soon as it was written, and fifteen links together had half a megabyte in front of an uplink."""
+"""Three packets, much less than a chunk: with 32 KiB, a chunk of 16 had left each link when it was
+written, and fifteen links together had half a megabyte in front of an uplink."""
 POLL_MIN_S: Final = 0.004
 POLL_MAX_S: Final = 0.02
 """Between two questions."""

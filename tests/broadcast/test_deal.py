@@ -2,6 +2,7 @@ import pytest
 
 from echo2p2p.broadcast.chunk_sets import ChunkSet
 from echo2p2p.broadcast.deal import (
+    DEALS_ALLOWED,
     GATHER_S,
     POLL_S,
     REDEAL_MIN_S,
@@ -269,6 +270,16 @@ def test_the_source_helps_when_all_relays_are_behind_but_not_with_what_they_are_
     idle = Deals(count=4001)
     idle.run(6.0, 5, dict.fromkeys(RELAYS, 400_000))
     assert idle.dealer.help(RELAYS, idle.known) is None
+
+
+def test_four_chunks_are_never_too_many_however_long_a_relay_takes():
+    deals = Deals(count=401)
+    for relay in RELAYS:
+        deals.rates.of(relay).penalise(2 * CHUNK)  # a copy takes a second
+    dealt = [deals.deal(now) for now in range(20)]
+    assert all(len(deals.dealt[relay]) > DEALS_ALLOWED for relay in RELAYS)
+    assert None in dealt, "but then they are"
+    assert deals.dealer.help(RELAYS, deals.known) is not None
 
 
 def test_a_pull_only_payload_is_never_dealt():

@@ -5,6 +5,7 @@ import pytest
 import trio
 import trio.lowlevel
 
+from coordinator.config import WeightsSection
 from echo2p2p.net.departure import FEW_BYTES, POLL_MAX_S, POLL_MIN_S, DepartingStream, Departures
 from echo2p2p.net.ports import Endpoint
 from echo2p2p.net.tcp import TcpStreams
@@ -18,10 +19,11 @@ class SlowPath(DepartingStream):
 
     def __init__(self, held, rtt_s=0.0, rate=RATE):
         self.held, self.rtt_s, self.rate = held, rtt_s, rate
+        self.drains = RATE
         self.position = held
 
     def _unacknowledged(self):
-        return max(0, int(self.held - RATE * trio.current_time()))
+        return max(0, int(self.held - self.drains * trio.current_time()))
 
     def _path(self):
         return self.rtt_s, float(self.rate)
@@ -50,6 +52,12 @@ async def departed_s(stream):
 async def test_bytes_have_left_when_few_are_not_acknowledged(autojump_clock, rate):
     least_s = (200_000 - FEW_BYTES) / RATE
     assert least_s <= await departed_s(SlowPath(200_000, rate=rate)) <= least_s + POLL_MAX_S
+
+
+async def test_a_small_deltas_chunk_has_not_left_a_slow_link_when_it_is_written(autojump_clock):
+    stream = SlowPath(WeightsSection().chunk_bytes_min, rate=375_000)  # 3 Mbit/s
+    stream.drains = stream.rate / 15  # as many links share it
+    assert await departed_s(stream) > 0.5 * stream.held / stream.drains
 
 
 async def test_a_long_path_may_be_full_of_them(autojump_clock):

@@ -9,7 +9,13 @@ import pytest
 
 from echo2p2p.errors import ConfigError, EchoError
 from echo2p2p.ids import SOURCE, PeerId
-from scenarios import bench_broadcast, bench_report, broadcast_plot, namespaces
+from scenarios import (
+    bench_broadcast,
+    bench_report,
+    broadcast_plot,
+    broadcast_virtual,
+    namespaces,
+)
 from scenarios.broadcast_faults import FAULTS, lie_of
 from scenarios.broadcast_links import (
     BYTES_PER_MBIT,
@@ -218,6 +224,18 @@ async def test_in_virtual_time_peers_that_cannot_be_dialled_are_served_near_the_
     assert row["multiple"] <= 1.4  # 1.3 of 20 MB: the start weighs more here
     assert row["source_copies"] <= 1.1
     assert row["duplicate_share"] <= 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("links", ["homogeneous", "mixed"])
+def test_on_thin_lines_relays_are_kept_busy_and_the_source_does_not_send_in_their_stead(links):
+    # A chunk to fifteen others takes a relay 0.7 s there, and the thinnest 1.4.
+    case = Case(peers=16, links=links, payload_bytes=2_000_000, rtt_ms=0.0, seed=0, mbit=3.0)
+    (row,) = broadcast_virtual.measure(case, ["echo2p2p"], 1)
+    # With 32 KiB on each link: 1.5 and 1.8 times, 1.5 and 1.6 copies, 6 and 15 %.
+    assert row.multiple <= 1.4
+    assert row.source_copies <= 1.15
+    assert row.duplicate_share <= 0.08
 
 
 @pytest.mark.slow
