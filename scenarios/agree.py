@@ -4,7 +4,8 @@ Virtual time is worth something if what it says comes true. Each story is played
 from the same seed, so with the same machines, lines, faults and victims, and each figure of the one
 must be near that of the other: they may differ by a share of the larger one, or by so much that
 nobody would care (`TOLERANCES`). In virtual time work costs here what it costs on the machine that
-plays the live story (`scenarios.costs`), because that machine plays all of them on a few cores.
+plays the live story (`scenarios.costs`), because that machine plays all of them on a few cores; so
+that is measured first (`scenarios.bench_costs`).
 
 The tolerances say what a reader may rely on. Where a figure is outside, the model is to be mended,
 not the tolerance. A fault meets a process in the middle of something: when in its second a retry
@@ -16,20 +17,23 @@ nothing.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import trio
 
-from scenarios import bench_report
+from echo2p2p.errors import ConfigError
+from scenarios import bench_costs, bench_report
 from scenarios.arguments import whole
 from scenarios.compare import figures
-from scenarios.costs import MEASURED
-from scenarios.live_lab import play_live
+from scenarios.costs import Costs
+from scenarios.live_lab import check_possible, play_live
 from scenarios.play import play
 from scenarios.story import load_story
 
@@ -109,8 +113,13 @@ def rows_of(
     return rows
 
 
-async def compare_backends(name: str, seeds: Sequence[int]) -> dict[str, Any]:
+async def compare_backends(name: str, seeds: Sequence[int], costs: Costs) -> dict[str, Any]:
     """Play one story twice for each seed; return its figures.
+
+    Args:
+        name: Of the story.
+        seeds: Of everything random.
+        costs: Of work on this machine.
 
     Raises:
         EchoError: It cannot be played live.
@@ -118,7 +127,7 @@ async def compare_backends(name: str, seeds: Sequence[int]) -> dict[str, Any]:
     story = load_story(name)
     virtual, live = [], []
     for seed in seeds:
-        played = await trio.to_thread.run_sync(partial(play, name, story, seed, costs=MEASURED))
+        played = await trio.to_thread.run_sync(partial(play, name, story, seed, costs=costs))
         virtual.append(played.result())
         live.append((await play_live(name, story, seed))[0])
     rows = rows_of(virtual, live)
@@ -150,6 +159,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="so many from that one on; means are compared (default: 1)",
     )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        help="what work costs on this machine, as `bench costs --json` has written it (default: "
+        "measured first, a minute or two)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -157,14 +172,20 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Play all stories; tell of each on standard error when it is over.
 
     Raises:
-        EchoError: There is no root, or a story is not one.
+        EchoError: There is no root, a story is not one, or the costs are none.
     """
     for name in arguments.stories:
         load_story(name)
+    check_possible()
+    if arguments.costs is None:
+        print("measuring what work costs on this machine", file=sys.stderr, flush=True)
+        costs = bench_costs.costs_of(await bench_costs.measure())
+    else:
+        costs = read_costs(arguments.costs)
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     stories = []
     for name in arguments.stories:
-        one = await compare_backends(name, seeds)
+        one = await compare_backends(name, seeds, costs)
         word = "agree" if one["agrees"] else "DIFFER"
         print(f"{name}: the backends {word}", file=sys.stderr, flush=True)
         stories.append(one)
@@ -173,18 +194,33 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "stories": stories,
         "tolerances": {name: asdict(one) for name, one in TOLERANCES.items()}
         | {"rejected(…) share": asdict(EACH_REASON)},
-        "costs": asdict(MEASURED),
+        "costs": asdict(costs),
         "machine": bench_report.machine(),
         "versions": bench_report.versions(),
     }
+
+
+def read_costs(path: Path) -> Costs:
+    """Return what ``bench costs --json`` has written.
+
+    Raises:
+        ConfigError: The file cannot be read, or is something else.
+    """
+    try:
+        return bench_costs.costs_of(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError("--costs", f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        detail = f"{path} is none of `echo2-scenario bench costs --json`: write it anew"
+        raise ConfigError("--costs", detail) from error
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Return the result for a person."""
     lines = [
         bench_report.stated(),
-        "virtual time with what work costs on 2 cores; allowed: a share of the larger figure, or "
-        "an amount, whichever is more",
+        f"virtual time with what work costs on {result['costs']['cores']} cores; allowed: a share "
+        "of the larger figure, or an amount, whichever is more",
     ]
     for story in result["stories"]:
         lines += ["", *_story(story)]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import trio
 
@@ -34,7 +34,7 @@ from echo2p2p.testing.clock import run_virtual
 from echo2p2p.testing.relays import RunKeys
 from echo2p2p.testing.system import SimEntropy
 from scenarios import bench_report, live_costs
-from scenarios.costs import MEASURED, Cores, name_of
+from scenarios.costs import MEASURED, Cores, Costs, PerMb, name_of
 from scenarios.fake_learner import PARAMETERS, FakeLearner
 from scenarios.machines import WorldSpec
 from scenarios.story import load_story
@@ -82,8 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Measure."""
+    """Measure, as the command does."""
     del arguments
+    return await measure()
+
+
+async def measure() -> dict[str, object]:
+    """Return what work costs, in a form that a file can hold; takes a minute or two."""
     works = [await trio.to_thread.run_sync(_work, ballast) for ballast in BALLASTS]
     few, many = [
         await live_costs.measure(_spec(ballast), step_s=work[STEP], seconds=LIVE_S)
@@ -101,6 +106,29 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
         "machine": bench_report.machine(),
         "versions": bench_report.versions(),
     }
+
+
+def costs_of(result: Mapping[str, Any]) -> Costs:
+    """Return what `measure` has found as what the virtual world charges.
+
+    Raises:
+        KeyError: A figure is missing.
+        TypeError: One is no number.
+    """
+    work = {
+        name: PerMb(each["ms"] / 1000, each["ms_per_mb"] / 1000)
+        for name, each in result["work"].items()
+    }
+    return Costs(
+        cores=result["machine"]["cores"],
+        start_s=result["start_ms"] / 1000,
+        exchange_s=result["exchange_ms"] / 1000,
+        piece_s=result["piece_ms"] / 1000,
+        handshake_s=result["handshake_ms"] / 1000,
+        job_s=result["job_ms"] / 1000,
+        step=work.pop(STEP),
+        work=work,
+    )
 
 
 def _start_s() -> float:

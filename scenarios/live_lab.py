@@ -60,6 +60,17 @@ class SinceStart(trio.abc.Clock):
         return deadline - self.current_time()
 
 
+def check_possible() -> None:
+    """Check that this machine can play anything for real.
+
+    Raises:
+        EchoError: It has no namespaces, or may not make them.
+    """
+    why = namespaces.why_impossible() or namespaces.why_no_packets_held()
+    if why is not None:
+        raise EchoError(why.replace("--virtual", "without --live"))
+
+
 async def play_live(name: str, story: Story, seed: int) -> tuple[dict[str, Any], list[str]]:
     """Play a story for real; return its result as `Played.result` does, and its trace.
 
@@ -67,9 +78,7 @@ async def play_live(name: str, story: Story, seed: int) -> tuple[dict[str, Any],
         ConfigError: It is too large for one machine.
         EchoError: This machine has no namespaces, or the test-bed failed.
     """
-    why = namespaces.why_impossible() or namespaces.why_no_packets_held()
-    if why is not None:
-        raise EchoError(why.replace("--virtual", "without --live"))
+    check_possible()
     spec = story.draw(SimEntropy(f"story {seed}").rng("world"))
     uplinks_mbit = sum(line.up_mbit for line in lines_of(spec))
     if uplinks_mbit > UPLINKS_MBIT_MAX or len(spec.peers) > PEERS_MAX:

@@ -6,13 +6,24 @@ import json
 import pytest
 import trio
 
-from echo2p2p.errors import EchoError
-from scenarios import agree, namespaces
+from echo2p2p.errors import ConfigError, EchoError
+from scenarios import agree, bench_costs, namespaces
 from scenarios.agree import STORIES, TOLERANCES, Tolerance, rows_of
 from scenarios.command import main
 from scenarios.costs import MEASURED
 from scenarios.play import play
 from scenarios.story import load_story, read_story
+
+COSTS = {
+    f"{name}_ms": 1000 * getattr(MEASURED, f"{name}_s")
+    for name in ("start", "exchange", "piece", "handshake", "job")
+} | {
+    "work": {
+        name: {"ms": 1000 * each.s, "ms_per_mb": 1000 * each.s_per_mb}
+        for name, each in {**MEASURED.work, bench_costs.STEP: MEASURED.step}.items()
+    },
+    "machine": {"cores": MEASURED.cores},
+}
 
 STORY = """
 [world]
@@ -101,25 +112,60 @@ def test_means_over_the_seeds_are_compared(virtual):
     [(0.0, {}, 0), (0.0, {"steps": 1000}, 1), (1.0, {}, 0), (0.0, {"held": False}, 1)],
 )
 def test_the_exit_code_says_whether_they_agree(
-    others_cores, changes, code, story, virtual, monkeypatch, capsys
+    others_cores, changes, code, story, virtual, monkeypatch, capsys, tmp_path
 ):
     async def play_live(name, story, seed):
         await trio.lowlevel.checkpoint()
         return live_as(virtual, others_cores=others_cores, **changes), []
 
+    async def measure():
+        await trio.lowlevel.checkpoint()
+        return COSTS
+
     monkeypatch.setattr(agree, "play_live", play_live)
+    monkeypatch.setattr(agree, "check_possible", lambda: None)
+    monkeypatch.setattr(bench_costs, "measure", measure)
     assert main(["agree", str(story)]) == code
     text = capsys.readouterr().out
     assert ("OUTSIDE" in text) == ("steps" in changes)
     assert ("idle machine" in text) == (others_cores > 0)
-    assert main(["agree", str(story), "--seeds", "2", "--json"]) == code
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(COSTS), encoding="utf-8")
+    monkeypatch.delattr(bench_costs, "measure")
+    words = ["agree", str(story), "--costs", str(costs), "--seeds", "2", "--json"]
+    assert main(words) == code
     result = json.loads(capsys.readouterr().out)
     assert result["stories"][0]["seeds"] == [7, 8]
     assert result["agree"] == (code == 0)
     assert set(TOLERANCES) < set(result["tolerances"])
     assert result["machine"]["cores"]
     assert result["versions"]["echo2p2p"]
-    assert result["costs"]["start_s"] == MEASURED.start_s
+    assert result["costs"]["start_s"] == pytest.approx(MEASURED.start_s)
+
+
+def test_costs_are_read_as_they_were_written(tmp_path):
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(COSTS), encoding="utf-8")
+    found = agree.read_costs(costs)
+    assert found.cores == MEASURED.cores
+    for name in ("start_s", "exchange_s", "piece_s", "handshake_s", "job_s"):
+        assert getattr(found, name) == pytest.approx(getattr(MEASURED, name)), name
+    assert found.work.keys() == MEASURED.work.keys()
+    for mine, theirs in [
+        (found.step, MEASURED.step),
+        *((found.work[name], MEASURED.work[name]) for name in MEASURED.work),
+    ]:
+        assert (mine.s, mine.s_per_mb) == pytest.approx((theirs.s, theirs.s_per_mb))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"work": {}}'])
+def test_a_file_that_holds_no_costs_is_named_in_one_line(text, tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        agree.read_costs(tmp_path)
+    costs = tmp_path / "costs.json"
+    costs.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="bench costs --json"):
+        agree.read_costs(costs)
 
 
 def test_without_root_one_line_says_so(story, monkeypatch, capsys):
