@@ -18,6 +18,7 @@ import pytest
 
 import coordinator.command
 import peer.command
+import scenarios.command
 from coordinator import fetch_command, status_command
 from coordinator import metrics as run_metrics
 from coordinator.config import Settings
@@ -270,6 +271,7 @@ def all_options():
         said(coordinator.command.main, "run", "--help"),
         said(coordinator.command.main, "fetch", "--help"),
         said(peer.command.main, "join", "--help"),
+        said(scenarios.command.main, "agree", "--help"),
     )
     found = {option for text in texts for option in options_in(text)}
     return found | {option.replace("_", "-") for option in found if option.endswith(LIMITS)}
