@@ -17,7 +17,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+import msgspec
 import trio
 
 from echo2p2p.errors import ConfigError
@@ -207,11 +207,11 @@ def read_costs(path: Path) -> Costs:
         ConfigError: The file cannot be read, or is something else.
     """
     try:
-        return bench_costs.costs_of(json.loads(path.read_text(encoding="utf-8")))
+        return bench_costs.costs_of(msgspec.json.decode(path.read_bytes()))
     except OSError as error:
         raise ConfigError("--costs", f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        detail = f"{path} is none of `echo2-scenario bench costs --json`: write it anew"
+    except msgspec.DecodeError as error:
+        detail = f"{path} is none of `echo2-scenario bench costs --json` ({error}): write it anew"
         raise ConfigError("--costs", detail) from error
 
 

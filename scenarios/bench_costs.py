@@ -20,8 +20,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, TypeVar
+from typing import Annotated, Final, TypeAlias, TypeVar
 
+import msgspec
 import trio
 
 from coordinator.learner.base import LearnerSetup, TrainBatch
@@ -52,6 +53,8 @@ LIVE_S: Final = 20.0
 SEED: Final = 7
 STEP: Final = "a learner's step"
 HERE: Final = Endpoint("127.0.0.1", 0)
+
+_Cost: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class _TimedCores(Cores):
@@ -108,24 +111,49 @@ async def measure() -> dict[str, object]:
     }
 
 
-def costs_of(result: Mapping[str, Any]) -> Costs:
+class _PerMb(msgspec.Struct):
+    """Of one kind of work, as `measure` says it."""
+
+    ms: _Cost
+    ms_per_mb: _Cost
+
+
+class _Machine(msgspec.Struct):
+    """Where it was measured."""
+
+    cores: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Measured(msgspec.Struct):
+    """What `measure` says, as far as it is charged."""
+
+    start_ms: _Cost
+    exchange_ms: _Cost
+    piece_ms: _Cost
+    handshake_ms: _Cost
+    job_ms: _Cost
+    work: dict[str, _PerMb]
+    machine: _Machine
+
+
+def costs_of(result: object) -> Costs:
     """Return what `measure` has found as what the virtual world charges.
 
     Raises:
-        KeyError: A figure is missing.
-        TypeError: One is no number.
+        msgspec.ValidationError: It is something else, or a figure is missing or makes no sense.
     """
-    work = {
-        name: PerMb(each["ms"] / 1000, each["ms_per_mb"] / 1000)
-        for name, each in result["work"].items()
-    }
+    found = msgspec.convert(result, _Measured)
+    missing = {*MEASURED.work, STEP} - found.work.keys()
+    if missing:
+        raise msgspec.ValidationError(f"no costs of {', '.join(sorted(missing))}")
+    work = {name: PerMb(each.ms / 1000, each.ms_per_mb / 1000) for name, each in found.work.items()}
     return Costs(
-        cores=result["machine"]["cores"],
-        start_s=result["start_ms"] / 1000,
-        exchange_s=result["exchange_ms"] / 1000,
-        piece_s=result["piece_ms"] / 1000,
-        handshake_s=result["handshake_ms"] / 1000,
-        job_s=result["job_ms"] / 1000,
+        cores=found.machine.cores,
+        start_s=found.start_ms / 1000,
+        exchange_s=found.exchange_ms / 1000,
+        piece_s=found.piece_ms / 1000,
+        handshake_s=found.handshake_ms / 1000,
+        job_s=found.job_ms / 1000,
         step=work.pop(STEP),
         work=work,
     )

@@ -329,12 +329,12 @@ class SimLinks:
 
         Were all called at once, a thousand would look for each segment that one of them can send.
         """
-        up = lane.sender.up_free_s >= lane.receiver.down_free_s
-        waiting = lane.sender.up_waiting if up else lane.receiver.down_waiting
+        is_up = lane.sender.up_free_s >= lane.receiver.down_free_s
+        node = lane.sender if is_up else lane.receiver
+        waiting = node.up_waiting if is_up else node.down_waiting
         waiting.append(admit)
         if len(waiting) == 1:
-            turn = self._turn_up if up else self._turn_down
-            self.after(self.full_for(lane), partial(turn, lane.sender if up else lane.receiver))
+            self.after(self.full_for(lane), partial(self._turn, node, is_up))
 
     async def open(self, out: Lane, back: Lane) -> None:
         """Open a connection; returns when its other end has said yes."""
@@ -379,24 +379,23 @@ class SimLinks:
         lane.lost_s = math.inf
         return False
 
-    def _turn_up(self, node: Node) -> None:
-        next_s = self._turn(node.up_waiting, node.up_free_s, node.up_bytes_per_s)
-        if next_s is not None:
-            self.after(next_s, partial(self._turn_up, node))
-
-    def _turn_down(self, node: Node) -> None:
-        next_s = self._turn(node.down_waiting, node.down_free_s, node.down_bytes_per_s)
-        if next_s is not None:
-            self.after(next_s, partial(self._turn_down, node))
-
-    def _turn(self, waiting: deque[Admit], free_s: float, bytes_per_s: float) -> float | None:
-        """Let the first go on that still waits, if it may; return the seconds until the next."""
-        full_s = free_s - self._now() - QUEUE_S
-        if full_s > 0:
-            return full_s
-        while waiting and not waiting.popleft()():
-            pass
-        return min(TURN_S, SEGMENT_BYTES / bytes_per_s) if waiting else None
+    def _turn(self, node: Node, is_up: bool) -> None:
+        """Let the first go on that waits for a line, if it may; then the next has its turn."""
+        if is_up:
+            waiting, free_s, bytes_per_s = node.up_waiting, node.up_free_s, node.up_bytes_per_s
+        else:
+            waiting, free_s, bytes_per_s = (
+                node.down_waiting,
+                node.down_free_s,
+                node.down_bytes_per_s,
+            )
+        next_s = free_s - self._now() - QUEUE_S
+        if next_s <= 0:
+            while waiting and not waiting.popleft()():
+                pass
+            next_s = min(TURN_S, SEGMENT_BYTES / bytes_per_s)
+        if waiting:
+            self.after(next_s, partial(self._turn, node, is_up))
 
     def _save_up(self, node: Node) -> None:
         """Work out what the lines of a machine have when they were idle."""

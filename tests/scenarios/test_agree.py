@@ -158,12 +158,20 @@ def test_costs_are_read_as_they_were_written(tmp_path):
         assert (mine.s, mine.s_per_mb) == pytest.approx((theirs.s, theirs.s_per_mb))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"work": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"work": {}}', "\xff"),
+        json.dumps(COSTS | {"machine": {"cores": 0}}),
+        json.dumps(COSTS | {"piece_ms": -1}),
+        json.dumps(COSTS | {"work": {}}),
+    ],
+)
 def test_a_file_that_holds_no_costs_is_named_in_one_line(text, tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         agree.read_costs(tmp_path)
     costs = tmp_path / "costs.json"
-    costs.write_text(text, encoding="utf-8")
+    costs.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match="bench costs --json"):
         agree.read_costs(costs)
 
