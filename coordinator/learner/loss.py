@@ -30,6 +30,10 @@ from echo2p2p.errors import ConfigError
 
 CORRECTIONS: Final = ("none", "tis")
 
+GAP_MAX: Final = 20.0
+"""Largest log pi/mu that is told from larger ones. Behaviour log-probs are what strangers say, and
+beyond 88 the ratio is no float any more: one token would end the step."""
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -83,7 +87,7 @@ def token_loss(
         settings: See `LossSettings`.
     """
     gap = torch.where(mask, logprobs - behaviour, 0.0)
-    ratio = gap.exp()
+    ratio = gap.clamp(max=GAP_MAX).exp()
     fixed = ratio.detach()
     weight = advantages[:, None]
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)

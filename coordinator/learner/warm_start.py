@@ -58,7 +58,9 @@ def warm_start(
             logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED
         )
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, (step + 1) / settings.warmup_steps)
+            group["lr"] = settings.learning_rate * min(
+                1.0, (step + 1) / max(1, settings.warmup_steps)
+            )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -20,6 +20,9 @@ from echo2p2p.ids import LeaseId, PeerId, Step, Version
 from echo2p2p.wire.arrays import to_logprobs, to_tokens
 from echo2p2p.wire.messages import Lease, Sample, Span, Upload
 
+LOGPROB_MIN: Final = -104.0
+"""Below it a probability is 0 in single precision (2 ** -149 at least): no sampler draws that."""
+
 LOGPROB_MAX: Final = 1e-3
 """A probability above 1 by more than float error is a lie or a bug."""
 
@@ -178,8 +181,9 @@ def _check_arrays(
         return Refused(Reason.OUT_OF_VOCABULARY, f"id {largest} of {expect.vocabulary}")
     # Both are NaN if one value is, and nothing is true of NaN.
     lowest, highest = np.minimum.reduce(logprobs), np.maximum.reduce(logprobs)
-    if not (lowest > -np.inf and highest <= LOGPROB_MAX):
-        return Refused(Reason.NOT_FINITE, "log-probs must be finite and at most 0")
+    if not (lowest >= LOGPROB_MIN and highest <= LOGPROB_MAX):
+        detail = f"log-probs must be finite, {LOGPROB_MIN:.0f} at least and 0 at most"
+        return Refused(Reason.NOT_FINITE, detail)
     # One comparison a stop id: `np.isin` takes longer for less than ten of them.
     stops = sum(int(np.count_nonzero(tokens == stop)) for stop in set(lease.stop_ids))
     if stops != stopped:

@@ -1,7 +1,13 @@
 """fetch: what is refused before anything is downloaded, and where a run looks for the model."""
 
 import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -102,3 +108,43 @@ def test_a_download_that_fails_is_one_line(capsys, monkeypatch):
     assert (code, err.count("\n")) == (2, 1)
     assert "cannot download nobody/none: " in err
     assert not cache_folder("@none").exists()
+
+
+def wait_until(holds):
+    """Look every few milliseconds."""
+    for _ in range(2000):
+        if holds():
+            return
+        time.sleep(0.01)
+    pytest.fail("not within 20 s")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_that_is_stopped_leaves_nothing_behind(tmp_path, number):
+    """With a download that takes for ever, in a process of its own."""
+    code = (
+        "import sys\n"
+        "from coordinator import fetch_command\n"
+        "from echo2p2p.entry import enter\n"
+        "fetch_command.DOWNLOADING = ()\n"
+        "fetch_command.DOWNLOADER = 'sleeps'\n"
+        "sys.exit(enter('coordinator.command', ['fetch', '@qwen3-4b']))\n"
+    )
+    (tmp_path / "sleeps.py").write_text(
+        "import os, pathlib, time\n"
+        "pathlib.Path(os.environ['MARK']).write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    mark = tmp_path / "mark"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]]),
+           "MARK": str(mark)}  # fmt: skip
+    words = [sys.executable, "-P", "-c", code]
+    with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: mark.exists() and mark.read_text())
+        folder = cache_folder("@qwen3-4b").parent
+        assert [file.name.startswith(".fetch-") for file in folder.iterdir()] == [True]
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (130, "stopped; nothing is kept\n")
+    assert list(folder.iterdir()) == []
+    wait_until(lambda: not Path("/proc", mark.read_text()).exists())

@@ -270,6 +270,22 @@ async def test_a_poll_cancelled_in_the_middle_of_a_grant_strands_nothing(
         assert seeds(bench, await bench.lease(member)) == lost
 
 
+async def test_the_end_of_the_run_waits_for_no_prompt_and_strands_none(autojump_clock) -> None:
+    slow = InlineTaskWorker(call_s=100.0)
+    async with open_bench(SimDisk(), make_worker=lambda: slow) as bench:
+        member = await bench.ready("p")
+        began = trio.current_time()
+        with trio.move_on_after(5.0):
+            async with trio.open_nursery() as run:
+                run.start_soon(bench.desk.run)
+                await bench.lease(member, wait_s=20.0)
+        assert trio.current_time() - began < 6.0
+        assert bench.book.ledger.statistics().in_flight == 0
+        first = list(bench.desk._returned)
+        assert len(first) == ROOM
+        assert seeds(bench, await bench.lease(member)) == first
+
+
 async def test_a_poll_whose_time_ends_in_the_middle_of_a_grant_still_gets_it(
     autojump_clock,
 ) -> None:
@@ -299,7 +315,7 @@ async def test_a_lease_ends_at_its_deadline_and_its_prompt_is_handed_out_first(
         assert len(seeds(bench, late)) == 1
         balance = bench.book.ledger.statistics()
         assert balance.rejected == {"lease_expired": 2}
-        again = await bench.lease(member)
+        again = await bench.lease(await bench.ready("q"))
         assert seeds(bench, again)[:1] == was
         assert early[0].lease_id not in {lease.lease_id for lease in again}
         await trio.sleep(20.0)
@@ -487,3 +503,21 @@ async def test_a_task_worker_that_never_comes_up_again_ends_the_desk_and_not_a_r
                 await trio.sleep(1.0)
                 pytest.fail("the desk goes on without a task worker")
         assert trio.current_time() < 10.0
+
+
+async def test_who_lets_leases_expire_gets_one_at_a_time_until_it_delivers(
+    autojump_clock, bench: Bench
+) -> None:
+    hoarder, honest = await bench.ready("hoarder"), await bench.ready("honest")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bench.desk.run)
+        assert len(await bench.lease(hoarder)) == ROOM
+        assert await bench.lease(honest, wait_s=0.0) == []
+        await trio.sleep(ROLLOUTS.lease_timeout_s + 1.0)
+        first = await bench.lease(hoarder)
+        assert len(first) == 1
+        assert await bench.lease(hoarder, wait_s=0.0) == []
+        assert len(await bench.lease(honest, count=1)) == 1, "it did nothing wrong"
+        await answered(bench, "hoarder", first)
+        assert len(await bench.lease(hoarder)) == 2
+        nursery.cancel_scope.cancel()

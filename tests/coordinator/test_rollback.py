@@ -118,3 +118,20 @@ def test_a_run_that_is_told_to_stop_saves_what_it_has_learnt_and_goes_on_from_th
     saved = [entry.fields["step"] for entry in world.trace.named("checkpoint.saved")]
     assert saved[-1] == world.summary["step"]
     assert 5 <= world.summary["step"] < 10
+
+
+def test_a_run_that_has_ended_and_is_started_again_leaves_its_last_checkpoint_alone():
+    spec = WorldSpec(settings=SETTINGS, peers=(PeerSpec("ann"), PeerSpec("bob")))
+    made: list[World] = []
+
+    async def story() -> None:
+        made.append(World(spec, seed=1))
+        await made[0].run()
+        made[0].network.restart("coordinator")
+        await made[0].run_coordinator()
+
+    run_virtual(story, seed=1)
+    world = made[0]
+    assert len(world.trace.named("learner.ready")) == 2
+    saved = [entry.fields["step"] for entry in world.trace.named("checkpoint.saved")]
+    assert saved == [0, 10], "to save it once more would first remove it"

@@ -263,7 +263,7 @@ async def test_of_too_many_connections_the_oldest_is_cut_and_the_newest_served()
 
 
 async def test_bodies_that_do_not_fit_into_memory_together_are_put_off() -> None:
-    async with wire(HttpLimits(bodies_bytes_max=60, close_s=0.1)) as bench:
+    async with wire(HttpLimits(short_bytes_max=0, bodies_bytes_max=60, close_s=0.1)) as bench:
         heard = await bench.say(POST + b"Content-Length: 61\r\n\r\n")
         assert heard.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 2" in heard
@@ -386,7 +386,9 @@ async def test_a_route_decides_by_the_head_and_says_whose_bytes_a_body_is() -> N
         return Response(200)
 
     head = POST + b"Who: %s\r\nContent-Length: %d\r\n\r\n"
-    limits = HttpLimits(bodies_bytes_max=1000, bodies_bytes_max_each=60, close_s=0.1)
+    limits = HttpLimits(
+        short_bytes_max=0, bodies_bytes_max=1000, bodies_bytes_max_each=60, close_s=0.1
+    )
     journal = TraceJournal()
     with trio.fail_after(20):
         async with open_aio(journal) as aio, trio.open_nursery() as nursery:

@@ -13,6 +13,7 @@ from echo2p2p.errors import RemoteProtocolError
 from echo2p2p.ids import PeerId, Step, Version
 from echo2p2p.rollouts.trajectory import (
     LOGPROB_MAX,
+    LOGPROB_MIN,
     Expectation,
     Group,
     Reason,
@@ -154,8 +155,14 @@ def test_log_probs_must_be_finite_and_not_positive(lie: float) -> None:
     assert reason_of(sample([9, STOP], logprobs=[-1.0, lie])) is Reason.NOT_FINITE
 
 
-def test_log_probs_may_be_positive_by_float_error_and_hugely_negative() -> None:
-    assert reason_of(sample([9, STOP], logprobs=[LOGPROB_MAX / 2, -3e38])) is None
+def test_log_probs_may_be_positive_by_float_error_and_very_negative() -> None:
+    assert reason_of(sample([9, STOP], logprobs=[LOGPROB_MAX / 2, LOGPROB_MIN])) is None
+
+
+def test_nobody_samples_what_has_no_probability_in_single_precision() -> None:
+    assert np.float32(math.exp(LOGPROB_MIN)) == 0.0
+    lie = np.nextafter(np.float32(LOGPROB_MIN), np.float32(-math.inf))
+    assert reason_of(sample([9, STOP], logprobs=[-1.0, float(lie)])) is Reason.NOT_FINITE
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import functools
 import logging
 import socket
 import ssl
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,13 +23,16 @@ import trio
 from aiohttp import web
 
 from echo2p2p.errors import ConfigError
-from echo2p2p.limits import KIB, MIB
+from echo2p2p.limits import HTTP_CONTROL_BYTES_MAX, KIB, MIB
 from echo2p2p.net import routing, tls
+from echo2p2p.net.aio.bodies import Body, BodyRoom
 from echo2p2p.net.aio.doorway import Doorway
 from echo2p2p.net.aio.thread import AioThread
 from echo2p2p.net.ports import Endpoint, Journal, Request, Response, Route, TlsServer
 
 REQUEST_REFUSED: Final = "http.request_refused"
+PIECE_BYTES: Final = 64 * KIB
+"""Of an answer, handed to the connection at once."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,16 @@ class HttpLimits:
     up to eight, most of them in long polls; whoever serves makes sure that so many files may be
     open (`echo2p2p.net.open_files`)."""
     bodies_bytes_max: int = 512 * MIB
-    """Bodies in memory at once, of all requests; beyond that 503."""
+    """Bodies of uploads in memory at once, as long as they are announced to be; beyond that 503."""
     bodies_bytes_max_each: int = 96 * MIB
     """The same of whoever `Route.admit` has named, beyond that 429: one of the longest fits."""
+    short_bytes_max: int = HTTP_CONTROL_BYTES_MAX
+    """Routes that take no more than this have room of their own, or whoever announces many uploads,
+    or waits in many long polls, would have everybody's heartbeats refused."""
+    short_bodies_bytes_max: int = 128 * MIB
+    """Bodies of these routes at once, as much of them as has come."""
+    short_bodies_bytes_max_each: int = 4 * MIB
+    """The same of one: a few of the longest, many of the usual ones."""
     idle_s: float = 30.0
     """A connection on which no whole request head arrives for this long is closed; clients of ours
     let go after 15 s, so that they never use a connection that is being closed."""
@@ -59,6 +68,14 @@ class HttpLimits:
 
 class _BodyTooLongError(Exception):
     """The client sent more than its route takes."""
+
+
+class _NoRoomError(Exception):
+    """There is no room for the rest of a body now."""
+
+    def __init__(self, refused: Response) -> None:
+        super().__init__()
+        self.refused = refused
 
 
 class _CountedServer(web.Server):
@@ -126,8 +143,8 @@ class _Serving:
         self._router = router
         self._journal = journal
         self._limits = limits
-        self._bodies_bytes = 0
-        self._bodies_bytes_of: Counter[str] = Counter()
+        self._long = BodyRoom(limits.bodies_bytes_max, limits.bodies_bytes_max_each)
+        self._short = BodyRoom(limits.short_bodies_bytes_max, limits.short_bodies_bytes_max_each)
         self._web: _CountedServer | None = None
         self.nursery: trio.Nursery | None = None
         """Set while handlers may be started."""
@@ -188,43 +205,31 @@ class _Serving:
         who = routing.look_at_head(route, head)
         if isinstance(who, Response):
             return await self._send(request, who)
-        allowed = route.body_bytes_max
-        wanted = request.content_length
-        if wanted is None:
-            wanted = allowed if request.can_read_body else 0
-        elif wanted > allowed:
+        allowed, announced = route.body_bytes_max, request.content_length
+        if announced is None:
+            announced = allowed if request.can_read_body else 0
+        elif announced > allowed:
             return await self._send(request, routing.body_too_long(route))
-        if (full := self._full(who, wanted)) is not None:
-            return await self._send(request, full)
-        self._bodies_bytes += wanted
-        self._bodies_bytes_of[who] += wanted
+        is_short = allowed <= self._limits.short_bytes_max
+        body = Body(self._short if is_short else self._long, who)
+        # What is long is refused before it is sent; what is short counts when it is there.
+        refused = body.look(announced) if is_short else body.grow(announced)
+        if refused is not None:
+            return await self._send(request, refused)
         try:
-            return await self._answer(request, route, head)
+            return await self._answer(request, route, head, body)
         finally:
-            self._bodies_bytes -= wanted
-            self._bodies_bytes_of[who] -= wanted
-            if not self._bodies_bytes_of[who]:
-                del self._bodies_bytes_of[who]
-
-    def _full(self, who: str, wanted: int) -> Response | None:
-        """Return the refusal if there is no room for ``wanted`` more bytes now."""
-        limits = self._limits
-        if self._bodies_bytes + wanted > limits.bodies_bytes_max:
-            detail = "too many bodies at once: send it again later"
-            return routing.refusal(503, routing.REASON_BUSY, detail, retry_after_s=2.0)
-        under_way = self._bodies_bytes_of[who] if who else 0
-        # A body by itself is always taken: its route has said how long it may be.
-        if under_way and under_way + wanted > limits.bodies_bytes_max_each:
-            return routing.too_much_at_once()
-        return None
+            body.fit(0)
 
     async def _answer(
-        self, request: web.BaseRequest, route: Route, head: Request
+        self, request: web.BaseRequest, route: Route, head: Request, taken: Body
     ) -> web.StreamResponse:
         try:
-            body = await self._read(request, route.body_bytes_max)
+            body = await self._read(request, route.body_bytes_max, taken)
         except _BodyTooLongError:
             return await self._send(request, routing.body_too_long(route))
+        except _NoRoomError as error:
+            return await self._send(request, error.refused)
         except TimeoutError:
             detail = "the body came too slowly: send less at a time"
             slow = routing.refusal(408, routing.REASON_BODY_TOO_SLOW, detail, retry_after_s=1.0)
@@ -243,7 +248,7 @@ class _Serving:
             self._aio.tell_trio(exchange.scope.cancel)
             raise
 
-    async def _read(self, request: web.BaseRequest, allowed: int) -> bytes:
+    async def _read(self, request: web.BaseRequest, allowed: int, taken: Body) -> bytes:
         if not request.can_read_body:
             return b""
         begun = self._aio.loop.time()
@@ -255,15 +260,23 @@ class _Serving:
                 length += len(chunk)
                 if length > allowed:
                     raise _BodyTooLongError
+                if (refused := taken.grow(length)) is not None:
+                    raise _NoRoomError(refused)
                 patience.reschedule(begun + self._transfer_s(length))
+        taken.fit(length)
         return b"".join(chunks)
 
     async def _send(self, request: web.BaseRequest, answer: Response) -> web.StreamResponse:
-        response = web.Response(status=answer.status, body=answer.body, headers=_headers_of(answer))
+        body = memoryview(answer.body)
+        response = web.StreamResponse(status=answer.status, headers=_headers_of(answer))
+        response.content_length = len(body)
         if not request.content.is_eof():
             response.force_close()
-        async with self._in_time(request, len(answer.body)):
+        async with self._in_time(request, len(body)):
             await response.prepare(request)
+            # Piece by piece: what the client does not read yet is not copied for it.
+            for start in range(0, len(body), PIECE_BYTES):
+                await response.write(body[start : start + PIECE_BYTES])
             await response.write_eof()
         return response
 

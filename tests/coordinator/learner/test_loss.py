@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.learner.loss import LossSettings, token_loss
 from echo2p2p.errors import ConfigError
+from echo2p2p.rollouts.trajectory import LOGPROB_MIN
 
 
 def make_settings(correction="none", cap=2.0):
@@ -109,3 +110,15 @@ def test_micro_batches_add_up_to_the_batch(correction):
 def test_an_unknown_correction_is_a_wrong_setting():
     with pytest.raises(ConfigError, match="none of none, tis"):
         make_settings("magic")
+
+
+@pytest.mark.parametrize("correction", ["none", "tis"])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_no_log_prob_that_a_stranger_may_report_makes_the_step_infinite(correction, advantage):
+    logprobs = np.zeros((2, 400), np.float32)
+    behaviour = np.full_like(logprobs, LOGPROB_MIN)
+    advantages = np.full(2, advantage, np.float32)
+    case = (logprobs, behaviour, advantages, np.ones_like(logprobs, bool))
+    sums, gradient = run(case, 800, make_settings(correction))
+    assert np.isfinite(gradient).all()
+    assert np.isfinite([sums.loss.item(), sums.ratio, sums.kl]).all()
