@@ -3,7 +3,8 @@
 The fewer links are sent chunks at the same time, the sooner each chunk is whole at the other end
 and can be passed on; and the shorter is the way of the announcements that stand behind them. So a
 few links take turns, each with one chunk. A link that takes much longer over a chunk than the
-uplink would need is held up by its receiver; it goes on beside the others and does not count.
+uplink would need is held up by its receiver; it goes on beside the others and does not count. On a
+thin uplink even a few chunks take long, so there are fewer of them.
 """
 
 from __future__ import annotations
@@ -93,23 +94,19 @@ class Uploads:
         """Yield the links, those first that were sent nothing for longest."""
         yield from list(self._outboxes.items())
 
-    @property
-    def _slots(self) -> int:
-        """How many chunks may be under way at the same time."""
-        settings = self._settings
-        wanted = 3 * len(self._outboxes) // 4
-        return min(settings.uploads_max, max(settings.uploads_min, wanted))
-
     def may_start(self, now: float) -> bool:
         """Return whether another chunk may be begun."""
         self.unblock_s = math.inf
-        slots = self._slots
-        if len(self._begun) < slots:
+        if not self._begun:
             return True
-        slow_s = self._settings.upload_slow_s
-        rate = self._rate.bytes_per_s
+        settings, rate = self._settings, self._rate.bytes_per_s
+        slots = max(settings.uploads_min, 3 * len(self._outboxes) // 4)
+        slots = min(settings.uploads_max, slots)
+        slow_s = settings.upload_slow_s
         if rate:
             longest = max(size for _, size in self._begun.values())
+            enough = math.ceil(settings.uploads_s * rate / longest)
+            slots = min(slots, max(settings.uploads_few, enough))
             slow_s = max(slow_s, 1.5 * slots * longest / rate)
         fresh = [begun_s for begun_s, _ in self._begun.values() if now < begun_s + slow_s]
         if len(fresh) < slots:

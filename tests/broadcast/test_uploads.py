@@ -1,6 +1,8 @@
 import math
 import random
 
+import pytest
+
 from echo2p2p.broadcast.outbox import Outbox
 from echo2p2p.broadcast.settings import SwarmSettings
 from echo2p2p.broadcast.uploads import Uploads
@@ -81,6 +83,31 @@ def test_a_slow_receiver_does_not_block_the_others():
     assert uploads.unblock_s == 10.25
     assert uploads.may_start(uploads.unblock_s)
     assert uploads.unblock_s == math.inf
+
+
+def most_at_once(rate, size):
+    """Chunks of a size that an uplink, of which so much is known, begins at the same time."""
+    uploads, links = Uploads(SwarmSettings(), random.Random(0)), [PeerId(c) for c in "abcdefgh"]
+    for link in links:
+        uploads.open(link)
+    now, begun = 0.0, 0
+    while now < 1.0:  # one after another, until the rate is known
+        uploads.started(links[0], (ID, 1), size, now)
+        now += size / rate
+        uploads.finished(links[0], (ID, 1), now, sent=True)
+    for link in links:
+        if uploads.may_start(now):
+            uploads.started(link, (ID, 9), size, now)
+            begun += 1
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("mbit", "kib", "expected"), [(20, 64, 6), (3, 16, 4), (3, 64, 2), (1, 16, 2), (100, 1024, 2)]
+)
+def test_a_thin_uplink_sends_fewer_chunks_at_the_same_time(mbit, kib, expected):
+    # 8 links: six for three of four; no more than leave in 0.15 s, but two
+    assert most_at_once(mbit * 125_000, kib * 1024) == expected
 
 
 def test_a_closed_link_gives_its_turn_back():
