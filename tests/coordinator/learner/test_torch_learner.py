@@ -253,6 +253,16 @@ def test_the_seed_decides_the_weights_and_the_warm_start(folder):
     assert all(math.isfinite(f["loss"]) for phase, f in seen if phase == "warm_start")
 
 
+def test_a_warm_start_needs_no_warm_up(folder):
+    losses = []
+    make_learner(
+        folder,
+        lambda phase, figures: losses.append(figures.get("loss")),
+        warm_start=WarmStart(steps=2, batch=4, warmup_steps=0),
+    )
+    assert math.isfinite(losses[-1])
+
+
 def test_a_warm_start_learns_the_demonstrations_and_not_the_prompts(folder):
     losses = []
     make_learner(
