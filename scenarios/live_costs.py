@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time  # noqa: TID251 - processes share no clock but the kernel's
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +125,7 @@ async def _running(spec: WorldSpec, root: Path) -> AsyncIterator[list[Path]]:
             one = peer_part(peer, mine, seed=number, can_lie=False, record=root / "record")
             one = msgspec.structs.replace(one, usage=str(usages[-1]))
             processes.append(_spawn("peer", one, root))
+        await _made(usages, processes, root)
         yield usages
         _check(processes, root)
     finally:
@@ -147,14 +148,28 @@ def _spawn(what: str, part: object, root: Path) -> subprocess.Popen[bytes]:
 
 async def _access(process: subprocess.Popen[bytes], root: Path) -> Access:
     folder = root / "coordinator"
-    with trio.fail_after(OPEN_S):
-        while not (folder / JOIN_FILE).exists():
-            _check([process], root)
-            await trio.sleep(0.05)
+    await _made([folder / JOIN_FILE], [process], root)
     return read_access(folder)
 
 
-def _check(processes: list[subprocess.Popen[bytes]], root: Path) -> None:
+async def _made(
+    files: Sequence[Path], processes: Sequence[subprocess.Popen[bytes]], root: Path
+) -> None:
+    """Wait until processes have made their files.
+
+    Raises:
+        ChildError: One ended before, or it takes too long.
+    """
+    with trio.move_on_after(OPEN_S):
+        while not all(file.exists() for file in files):
+            _check(processes, root)
+            await trio.sleep(0.05)
+        return
+    late = ", ".join(file.name for file in files if not file.exists())
+    raise ChildError("a process of the story", f"not up after {OPEN_S:.0f} s ({late} is missing)")
+
+
+def _check(processes: Sequence[subprocess.Popen[bytes]], root: Path) -> None:
     """Make sure that all live.
 
     Raises:

@@ -55,6 +55,12 @@ def test_a_process_that_dies_at_its_start_is_named(tmp_path, monkeypatch):
         trio.run(partial(live_costs.measure, spec, step_s=0.0, seconds=1.0))
 
 
+def test_a_process_that_does_not_come_up_in_time_is_told_from_one_that_died(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_costs, "OPEN_S", 0.2)
+    with pytest.raises(ChildError, match="not up after"):
+        trio.run(partial(live_costs.measure, bench_costs._spec(0), step_s=0.0, seconds=1.0))
+
+
 def test_its_processes_end_with_it_however_it_ends(tmp_path, monkeypatch):
     spawned, spawn = [], live_costs._spawn
 
