@@ -119,7 +119,7 @@ class EngineKeeper:
         self._lost: EngineError | None = None
         self._first_proof_s: float | None = None
         self._worked = False
-        self._paces: deque[float] = deque(maxlen=PACES)
+        self._paces: deque[tuple[int, float]] = deque(maxlen=PACES)
         self._leases_max: int | None = None
         self.version: Version | None = None
         """Proved by the engine that is up now."""
@@ -215,6 +215,9 @@ class EngineKeeper:
                 self._leases_max = max(1, len(leases) // 2)
                 self._fail(error)
                 raise
+            except trio.Cancelled:  # a call that was cut off leaves a process that is of no use
+                self._fail(EngineError("its batch was cancelled"))
+                raise
             finally:
                 self._generating = None
         self._count(answers, trio.current_time() - began)
@@ -222,10 +225,13 @@ class EngineKeeper:
 
     def _patience_s(self, leases: list[Lease]) -> float:
         """Return how long this batch may take before the engine counts as hung."""
-        if not self._paces:
+        rows = sum(lease.samples for lease in leases)
+        # A batch of few tells nothing of one of many.
+        paces = [pace for many, pace in self._paces if 2 * many >= rows]
+        if not paces:
             return self._generate_timeout_s
         longest = max((lease.tokens_max for lease in leases), default=0)
-        likely_s = BATCH_S_MIN + SLOWER * max(self._paces) * longest
+        likely_s = BATCH_S_MIN + SLOWER * max(paces) * longest
         return min(self._generate_timeout_s, likely_s)
 
     def _count(self, answers: list[Generated], seconds: float) -> None:
@@ -239,7 +245,7 @@ class EngineKeeper:
         lengths = [sample.tokens.length for answer in answers for sample in answer.samples]
         if not lengths:
             return
-        self._paces.append(seconds / max(lengths))
+        self._paces.append((len(lengths), seconds / max(lengths)))
         tokens = sum(lengths)
         self.tokens_generated += tokens
         rate = tokens / max(1e-6, seconds)

@@ -164,7 +164,9 @@ class ModelServer:
         """Refuse who has not the key, and what a web page could send without being asked."""
         if self._key is not None:
             shown = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(shown.encode(), self._key.encode()):
+            # Header bytes that are no text arrive as surrogates.
+            given = shown.encode(errors="surrogateescape")
+            if not hmac.compare_digest(given, self._key.encode()):
                 raise ApiError(401, "give this peer's key as api_key", code="invalid_api_key")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
@@ -271,7 +273,11 @@ class ModelServer:
 
     def _encoded(self, prompt: Prompt) -> list[int]:
         try:
+            for text in (prompt.text or "", *(message.content for message in prompt.messages)):
+                text.encode()
             return self._tokenizer.encode(prompt)
+        except UnicodeEncodeError as error:  # JSON can hold it; no tokenizer takes it
+            raise ApiError(400, "the text holds half of a character (a lone surrogate)") from error
         except ConfigError as error:  # its chat template refuses, or there is none
             raise ApiError(400, error.detail, param="messages") from error
 

@@ -34,6 +34,8 @@ VERSION_REFUSED: Final = "version.refused"
 MEMORY_CORRUPT: Final = "memory.corrupt"
 PAYLOAD_FILE_REFUSED: Final = "payload.file_refused"
 CHUNKS_OVER_HTTP: Final = "chunks.over_http"
+CHUNK_REFUSED: Final = "chunk.refused"
+"""The coordinator, or somebody on the way to it, has sent other bytes over HTTP."""
 POLL_S: Final = 25.0
 """Long poll for manifests."""
 REFUSED_S: Final = 1.0
@@ -334,7 +336,13 @@ class Follower:
                     if error.reason != "no_such_chunk":
                         raise
                     return False
-                self._relay.accept_chunk(identity, index, data, "coordinator")
+                try:
+                    self._relay.accept_chunk(identity, index, data, "coordinator")
+                except IntegrityError as error:  # nothing was kept, and nothing of ours is wrong
+                    self._journal.event(
+                        CHUNK_REFUSED, manifest=identity.hex(), index=index, detail=str(error)
+                    )
+                    return True
         return True
 
     def keep_anchor(self, identity: ManifestId) -> None:

@@ -28,6 +28,7 @@ class Batch:
         device: torch.device,
     ) -> None:
         self._model = model
+        self._last = (getattr(model.config, "max_position_embeddings", None) or 1 << 62) - 1
         self._cache = DynamicCache(config=model.config)
         lengths = [int(prompt.size) for prompt in prompts]
         width = max(lengths)
@@ -63,7 +64,8 @@ class Batch:
         if self._mask is not None:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
         self.logits = self._forward(tokens[:, None], self._positions)
-        self._positions = self._positions + 1
+        # Rows that have ended go on until they are left out, but not beyond the last position.
+        self._positions = (self._positions + 1).clamp(max=self._last)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         logits: Tensor = self._model(

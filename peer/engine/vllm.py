@@ -81,6 +81,8 @@ REFUSED_OPTIONS: Final = frozenset(
     | {"hf_config_path", "config_format", "model_impl", "enable_lora", "pipeline_parallel_size"}
     | {"data_parallel_size", "weight_transfer_config", "logits_processors", "cpu_offload_gb"}
     | {"enable_sleep_mode", "runner", "convert", "override_generation_config"}
+    | {"kv_offloading_size", "kv_offloading_backend", "kv_transfer_config"}
+    | {"spec_method", "spec_model", "spec_tokens"}
 )
 
 ENDS: Final = frozenset({"stop", "length"})
@@ -202,7 +204,9 @@ class VllmEngine:
         else:
             self._llm.collective_rpc("echo_load", args=(path,))
         # Running requests compute their keys and values anew, from what is loaded now.
-        if not self._llm.reset_prefix_cache(reset_running_requests=self._setup.in_flight):
+        if not self._llm.reset_prefix_cache(
+            reset_running_requests=self._setup.in_flight, reset_connector=True
+        ):
             raise EngineError("vLLM keeps prompts of the last version: a request still runs")
         self._set_label(version)
         self._loads += 1

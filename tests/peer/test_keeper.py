@@ -552,6 +552,32 @@ async def test_a_hang_is_told_by_the_engines_own_pace(autojump_clock) -> None:
         assert trio.current_time() - began == pytest.approx(wanted_s, abs=0.1)
 
 
+async def test_a_batch_of_few_rows_tells_nothing_of_one_of_many(autojump_clock) -> None:
+    slot = Slot(Engine(seconds_per_token=0.5, faults=EngineFaults(hang_at_generate=3)))
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        for _ in range(2):
+            await keeper.generate([lease()])
+        began = trio.current_time()
+        with pytest.raises(EngineError, match="did not finish"):
+            await keeper.generate([lease(name) for name in "abc"])
+        assert trio.current_time() - began == pytest.approx(300.0, abs=0.1)
+
+
+async def test_an_engine_whose_batch_was_cut_off_is_not_called_proved(autojump_clock) -> None:
+    slot = Slot(Engine(seconds_per_token=1.0), Engine())
+    async with slot.running() as keeper:
+        keeper.offer(weights(0))
+        await proved(keeper, 0)
+        with trio.move_on_after(2.0):  # as when the membership ends in the middle of a batch
+            await keeper.generate([lease()])
+        assert keeper.version is None
+        await proved(keeper, 0)
+        assert len(slot.engines) == 2
+        assert len(await keeper.generate([lease()])) == 1
+
+
 async def test_before_its_pace_is_known_an_engine_has_the_time_of_the_settings(
     autojump_clock,
 ) -> None:

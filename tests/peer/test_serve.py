@@ -331,6 +331,7 @@ async def test_what_cannot_be_done_is_refused_by_name_in_openai_s_form(tokenizer
             ({"prompt": {"a": 1}}, None),
             ({"prompt": "1", "temperature": "hot"}, None),
             ({"prompt": [9999]}, None),
+            ({"prompt": "half a smile: \ud83d"}, None),
         ):
             got = await post("/v1/completions", **body)
             found = error_of(got)
@@ -341,7 +342,8 @@ async def test_what_cannot_be_done_is_refused_by_name_in_openai_s_form(tokenizer
             ), body
         long = await post("/v1/completions", prompt="1" * 200)
         assert error_of(long)["code"] == "context_length_exceeded"
-        for messages in ([], [{"role": "tool", "content": "x"}], [{"role": "user", "content": 7}]):
+        for messages in ([], [{"role": "tool", "content": "x"}], [{"role": "user", "content": 7}],
+                         [{"role": "user", "content": "\ud83d"}]):  # fmt: skip
             assert (await post("/v1/chat/completions", messages=messages)).status == 400
         assert (await post("/v1/completions", prompt="1", headers={})).status == 415
         assert error_of(await post("/v1/embeddings", input="x"))["message"].startswith("POST /v1/")
@@ -354,7 +356,12 @@ async def test_what_cannot_be_done_is_refused_by_name_in_openai_s_form(tokenizer
 
 async def test_models_are_listed_and_a_stranger_needs_the_key(tokenizer, autojump_clock):
     async with served(tokenizer, Speaker(tokenizer), key="sesame") as post:
-        for shown in ({}, {"authorization": "Bearer sesam"}, {"authorization": "Bearer sesame "}):
+        for shown in (
+            {},
+            {"authorization": "Bearer sesam"},
+            {"authorization": "Bearer sesame "},
+            {"authorization": "Bearer \udcff"},
+        ):
             got = await post.client.request("GET", "/v1/models", headers=shown, timeout_s=9)
             assert (got.status, error_of(got)["code"]) == (401, "invalid_api_key")
         key = {"authorization": "Bearer sesame"}

@@ -59,6 +59,8 @@ class Run:
         """When."""
         self.chunks_gone = False
         """Whether no chunk is to be had."""
+        self.chunks_wrong = False
+        """Whether something on the way makes zeros of every chunk."""
         self.fetched_bytes = 0
         self.fails = 0
         self.news = trio.lowlevel.ParkingLot()
@@ -116,6 +118,8 @@ class Run:
         if self.chunks_gone:
             raise RefusedError("no_such_chunk", "it is not here")
         data = bytes(self._payloads[identity].chunk(index))
+        if self.chunks_wrong:
+            data = bytes(len(data))
         self.fetched_bytes += len(data)
         return data
 
@@ -471,6 +475,23 @@ async def test_who_is_told_the_same_path_again_asks_ever_more_rarely_and_then_fe
         await trio.sleep(0.1)
         assert run.asked == [None] * 6 + [0]
         assert subject.asked_s() == [0, 1, 2, 4, 8, 16, STALL_S]
+
+
+async def test_a_chunk_that_is_wrong_over_http_costs_no_weights(autojump_clock) -> None:
+    run = Run(versions=1)
+    subject = Subject(run)
+    async with subject.running():
+        await subject.reached(0)
+        run.chunks_wrong = True
+        run.publish()
+        await trio.sleep(10.0)
+        refused = subject.journal.named("chunk.refused")
+        assert refused
+        assert subject.weights.version == 0
+        assert subject.journal.named("version.refused") == []
+        run.chunks_wrong = False
+        await subject.reached(1)
+        assert run.asked.count(None) == 1, "no anchor was asked for again"
 
 
 async def test_who_is_told_of_what_is_nowhere_does_not_turn_in_circles(autojump_clock) -> None:

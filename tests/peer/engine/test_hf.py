@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from coordinator.learner.layout import layout_of, write_state
 from coordinator.model import TINY_QWEN3, prepare_model
@@ -20,6 +20,7 @@ from peer.engine import hf
 from peer.engine.base import EngineSetup, Selection
 from peer.engine.calls import ProveCall, TouchedFile
 from peer.engine.hf import HfEngine
+from peer.engine.hf_batch import Batch
 from peer.touched import TouchLog
 from scenarios.qwen3 import change_weights
 
@@ -314,3 +315,17 @@ def test_keys_that_would_load_code_are_ignored(world):
              "quantization_config": {"quant_method": "bitsandbytes"}}  # fmt: skip
     engine = world.make_engine(model_config=json.dumps(plain))
     assert engine.prove() == world.engine.prove()
+
+
+def test_rows_that_have_ended_never_go_beyond_the_last_position():
+    """GPT-2 learns its positions: one more is an index error, for all rows of the batch."""
+    config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    batch = Batch(
+        GPT2LMHeadModel(config).eval(),
+        [np.arange(6, dtype=np.uint32), np.arange(2, dtype=np.uint32)],
+        torch.device("cpu"),
+    )
+    with torch.inference_mode():
+        for _ in range(5):
+            batch.step(torch.tensor([1, 2]))
+    assert batch.logits.isfinite().all()
