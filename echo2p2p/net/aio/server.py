@@ -275,9 +275,10 @@ class _Serving:
         async with self._in_time(request, len(body)):
             await response.prepare(request)
             # Piece by piece: what the client does not read yet is not copied for it.
-            for start in range(0, len(body), PIECE_BYTES):
+            last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
+            for start in range(0, last, PIECE_BYTES):
                 await response.write(body[start : start + PIECE_BYTES])
-            await response.write_eof()
+            await response.write_eof(bytes(body[last:]))
         return response
 
     async def _send_pieces(
