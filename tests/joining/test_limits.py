@@ -187,13 +187,14 @@ def test_a_peer_whose_cap_is_spent_leaves_says_so_once_and_comes_back_the_next_d
 def test_a_peer_that_is_started_again_on_a_spent_day_does_not_even_join(tmp_path):
     folder = tmp_path / "peer"
     folder.mkdir()
-    day = {"since_s": time.time() - DAY_S + 5, "used_bytes": CAP}
-    (folder / "traffic.json").write_text(json.dumps(day))
     with Processes(tmp_path) as processes:
         run = start_coordinator(processes)
+        # Long enough for the peer to come up, on a busy machine too.
+        day = {"since_s": time.time() - DAY_S + 12, "used_bytes": CAP}
+        (folder / "traffic.json").write_text(json.dumps(day))
         peer = start_peer(processes, run.url, run.token, "--data-cap-per-day", "100MB")
         processes.wait(lambda: bool(peer.events("data_cap.spent")), 20, "its line")
         assert not run.events("peer.joined")
-        processes.wait(lambda: bool(run.events("peer.joined")), 20, "the next day")
+        processes.wait(lambda: bool(peer.events("peer.joined")), 30, "the next day")
     joined = run.events("peer.joined")[0]
     assert PeerId(joined["peer"]).startswith(peer.events("peer.joined")[0]["peer"])
