@@ -332,12 +332,11 @@ class Follower:
             if assembly.chunk(index) is None:
                 try:
                     data = await self._client.chunk(identity, index)
+                    self._relay.accept_chunk(identity, index, data, "coordinator")
                 except RefusedError as error:
                     if error.reason != "no_such_chunk":
                         raise
                     return False
-                try:
-                    self._relay.accept_chunk(identity, index, data, "coordinator")
                 except IntegrityError as error:  # nothing was kept, and nothing of ours is wrong
                     self._journal.event(
                         CHUNK_REFUSED, manifest=identity.hex(), index=index, detail=str(error)

@@ -23,6 +23,11 @@ Progress = Callable[[str, Mapping[str, float]], None]
 """Called with a phase (``"warm_start"``) and its figures while a long call runs."""
 
 
+def warmed_up(step: int, warmup_steps: int) -> float:
+    """Return the share of the learning rate that a step, from 0, takes of a linear warm-up."""
+    return min(1.0, (step + 1) / max(1, warmup_steps))
+
+
 @dataclass(frozen=True)
 class WarmStart:
     """Supervised steps on the task's demonstrations before version 0; 0 steps: none."""

@@ -29,6 +29,7 @@ from coordinator.learner.base import (
     StepReport,
     TrainBatch,
     TrainSample,
+    warmed_up,
 )
 from coordinator.learner.checkpoint import read_position, write_checkpoint
 from coordinator.learner.export import Exporter
@@ -130,9 +131,7 @@ class TorchLearner:
         watch = Stopwatch()
         parts: list[LossSums] = []
         norm = 0.0
-        rate = self._setup.learning_rate * min(
-            1.0, (self._step + 1) / max(1, self._setup.warmup_steps)
-        )
+        rate = self._setup.learning_rate * warmed_up(self._step, self._setup.warmup_steps)
         parity = self._parity.measure(batch.samples)
         if batch.samples:
             self._optimizer.zero_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coordinator.learner.base import WarmStart
+from coordinator.learner.base import WarmStart, warmed_up
 from echo2p2p.errors import ConfigError
 from echo2p2p.net.tokenizer import FolderTokenizer
 from echo2p2p.tasks.base import Prompt, Task
@@ -58,9 +58,7 @@ def warm_start(
             logits.float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED
         )
         for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(
-                1.0, (step + 1) / max(1, settings.warmup_steps)
-            )
+            group["lr"] = settings.learning_rate * warmed_up(step, settings.warmup_steps)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

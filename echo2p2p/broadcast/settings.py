@@ -92,7 +92,7 @@ class SwarmSettings:
     uploads_s: float = 0.15
     """A thin uplink sends fewer at the same time, down to `uploads_few`: as many as it is busy with
     for so long. The last chunks of a payload wait for each other there, at each step of their
-    way: with 16 mixed peers at 3 Mbit/s 1.14 times the bound without it, 1.11 with it."""
+    way: with 16 mixed peers at 3 Mbit/s 1.14 times the bound without it, 1.12 with it."""
 
     upload_slow_s: float = 0.25
     """A link that takes longer over a chunk does not count: its receiver is slow, not we."""

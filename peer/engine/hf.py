@@ -257,7 +257,7 @@ class HfEngine:
         used = sorted({row.place for row in rows})
         version, loads = self._label(), self._loads
         with torch.inference_mode():
-            batch = Batch(self._model, [prompts[place] for place in used], self._device)
+            batch = self._batch([prompts[place] for place in used])
             batch.select([used.index(row.place) for row in rows])
         uniforms = Uniforms([row.seed for row in rows])
         shape = Distributions([row.lease.sampling for row in rows], self._device)
@@ -283,7 +283,10 @@ class HfEngine:
                     batch.step(tokens)
                 else:
                     held = [row.held(prompts[row.place]) for row in active]
-                    batch = Batch(self._model, held, self._device)
+                    batch = self._batch(held)
+
+    def _batch(self, prompts: Sequence[NDArray[np.uint32]]) -> Batch:
+        return Batch(self._model, prompts, self._device, positions_max=self._positions)
 
     def _turn(
         self,

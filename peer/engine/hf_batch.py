@@ -19,6 +19,7 @@ class Batch:
         model: A causal language model, in evaluation mode.
         prompts: ``[n] uint32`` each, not empty; padded on the left to the longest.
         device: The model's.
+        positions_max: Tokens that the model takes in all.
     """
 
     def __init__(
@@ -26,9 +27,11 @@ class Batch:
         model: Any,  # noqa: ANN401 - transformers has no types
         prompts: Sequence[NDArray[np.uint32]],
         device: torch.device,
+        *,
+        positions_max: int,
     ) -> None:
         self._model = model
-        self._last = (getattr(model.config, "max_position_embeddings", None) or 1 << 62) - 1
+        self._last = positions_max - 1
         self._cache = DynamicCache(config=model.config)
         lengths = [int(prompt.size) for prompt in prompts]
         width = max(lengths)

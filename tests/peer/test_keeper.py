@@ -538,7 +538,14 @@ async def test_a_lease_that_the_engine_cannot_answer_is_refused_alone(autojump_c
         assert len(slot.engines) == 1
 
 
-async def test_a_hang_is_told_by_the_engines_own_pace(autojump_clock) -> None:
+@pytest.mark.parametrize(
+    ("names", "wanted_s"),
+    [("a", BATCH_S_MIN + SLOWER * 0.5 * 8), ("abc", 300.0)],
+    ids=["by the engine's own pace", "by the settings, as one lease tells nothing of three"],
+)
+async def test_a_hang_is_told_by_the_pace_of_such_batches(
+    autojump_clock, names: str, wanted_s: float
+) -> None:
     slot = Slot(Engine(seconds_per_token=0.5, faults=EngineFaults(hang_at_generate=3)))
     async with slot.running() as keeper:
         keeper.offer(weights(0))
@@ -547,22 +554,8 @@ async def test_a_hang_is_told_by_the_engines_own_pace(autojump_clock) -> None:
             await keeper.generate([lease()])
         began = trio.current_time()
         with pytest.raises(EngineError, match="did not finish"):
-            await keeper.generate([lease()])
-        wanted_s = BATCH_S_MIN + SLOWER * 0.5 * 8
+            await keeper.generate([lease(name) for name in names])
         assert trio.current_time() - began == pytest.approx(wanted_s, abs=0.1)
-
-
-async def test_a_batch_of_few_rows_tells_nothing_of_one_of_many(autojump_clock) -> None:
-    slot = Slot(Engine(seconds_per_token=0.5, faults=EngineFaults(hang_at_generate=3)))
-    async with slot.running() as keeper:
-        keeper.offer(weights(0))
-        await proved(keeper, 0)
-        for _ in range(2):
-            await keeper.generate([lease()])
-        began = trio.current_time()
-        with pytest.raises(EngineError, match="did not finish"):
-            await keeper.generate([lease(name) for name in "abc"])
-        assert trio.current_time() - began == pytest.approx(300.0, abs=0.1)
 
 
 async def test_an_engine_whose_batch_was_cut_off_is_not_called_proved(autojump_clock) -> None:

@@ -211,15 +211,15 @@ class _Serving:
         elif announced > allowed:
             return await self._send(request, routing.body_too_long(route))
         is_short = allowed <= self._limits.short_bytes_max
-        body = Body(self._short if is_short else self._long, who)
+        taken = Body(self._short if is_short else self._long, who)
         # What is long is refused before it is sent; what is short counts when it is there.
-        refused = body.look(announced) if is_short else body.grow(announced)
+        refused = taken.look(announced) if is_short else taken.grow(announced)
         if refused is not None:
             return await self._send(request, refused)
         try:
-            return await self._answer(request, route, head, body)
+            return await self._answer(request, route, head, taken)
         finally:
-            body.fit(0)
+            taken.fit(0)
 
     async def _answer(
         self, request: web.BaseRequest, route: Route, head: Request, taken: Body
@@ -267,18 +267,22 @@ class _Serving:
         return b"".join(chunks)
 
     async def _send(self, request: web.BaseRequest, answer: Response) -> web.StreamResponse:
-        body = memoryview(answer.body)
-        response = web.StreamResponse(status=answer.status, headers=_headers_of(answer))
-        response.content_length = len(body)
+        body, headers = memoryview(answer.body), _headers_of(answer)
+        response: web.StreamResponse
+        if len(body) <= PIECE_BYTES:  # leaves in one write, with its head
+            response = web.Response(status=answer.status, body=answer.body, headers=headers)
+            pieces = range(0)
+        else:  # what the client does not read yet is not copied for it
+            response = web.StreamResponse(status=answer.status, headers=headers)
+            response.content_length = len(body)
+            pieces = range(0, len(body), PIECE_BYTES)
         if not request.content.is_eof():
             response.force_close()
         async with self._in_time(request, len(body)):
             await response.prepare(request)
-            # Piece by piece: what the client does not read yet is not copied for it.
-            last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
-            for start in range(0, last, PIECE_BYTES):
+            for start in pieces:
                 await response.write(body[start : start + PIECE_BYTES])
-            await response.write_eof(bytes(body[last:]))
+            await response.write_eof()
         return response
 
     async def _send_pieces(

@@ -324,6 +324,7 @@ def test_rows_that_have_ended_never_go_beyond_the_last_position():
         GPT2LMHeadModel(config).eval(),
         [np.arange(6, dtype=np.uint32), np.arange(2, dtype=np.uint32)],
         torch.device("cpu"),
+        positions_max=config.n_positions,
     )
     with torch.inference_mode():
         for _ in range(5):
